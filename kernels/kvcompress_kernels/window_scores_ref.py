@@ -1,0 +1,86 @@
+"""Reference of `window_scores`: float32, one pass over K, tiled over columns.
+
+Pass 1 computes the logits tile by tile and each row's running maximum and sum; pass 2 reads the
+stored logits, ``Hq * w * S`` float32, once more and reduces them over the window. Tiles keep the
+temporaries inside the processor's cache.
+"""
+
+import torch
+
+from kvcompress_kernels.ops import WindowScores
+
+TILE = 512  # columns
+
+
+def run(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    variance: bool,
+) -> WindowScores:
+    w, heads, dim = query.shape
+    kv_heads, block = key_pages.shape[1], key_pages.shape[3]
+    group, past = heads // kv_heads, tokens - w
+    q = (query.float() * scale).view(w, kv_heads, group, dim).permute(1, 2, 0, 3)
+    q = q.reshape(kv_heads, group * w, dim)
+
+    logits = _logits(q, key_pages, pages, tokens, max(TILE // block, 1))
+    _mask_future(logits, group, w, past)
+    top = logits[0].new_full((kv_heads, group * w, 1), -torch.inf)
+    weight = torch.zeros_like(top)
+    for tile in logits:
+        new_top = torch.maximum(top, tile.amax(-1, keepdim=True))
+        weight *= (top - new_top).exp_()
+        weight += (tile - new_top).exp_().sum(-1, keepdim=True)
+        top = new_top
+    log_sum = (top + weight.log()).view(heads, w, 1)
+
+    total = torch.empty(heads, past, dtype=torch.float32, device=query.device)
+    spread = torch.empty_like(total) if variance else None
+    entropy = torch.zeros((), dtype=torch.float32, device=query.device)
+    start = 0
+    for tile in logits:
+        stop = min(start + tile.shape[-1], past)
+        if stop <= start:
+            break
+        log_a = tile.view(heads, w, -1)[..., : stop - start] - log_sum
+        a = log_a.exp()
+        entropy -= torch.dot(a.reshape(-1), log_a.reshape(-1))
+        column = a.sum(1)
+        total[:, start:stop] = column
+        if spread is not None:
+            a -= (column / w).unsqueeze(1)
+            spread[:, start:stop] = a.square_().sum(1)
+        start += tile.shape[-1]
+    if spread is None:
+        return WindowScores(total, None, entropy, torch.zeros_like(entropy))
+    spread /= w - 1
+    return WindowScores(total, spread, entropy, spread.sum())
+
+
+def _logits(
+    q: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, step: int
+) -> list[torch.Tensor]:
+    """Scaled dot products ``[Hkv, G * w, columns]`` of each run of `step` pages."""
+    kv_heads, _, dim = q.shape
+    block = key_pages.shape[3]
+    tiles = []
+    for first in range(0, len(pages), step):
+        k = key_pages[pages[first : first + step]].permute(1, 2, 0, 3)
+        k = k.reshape(kv_heads, dim, -1).float()
+        tiles.append(torch.matmul(q, k[:, :, : tokens - first * block]))
+    return tiles
+
+
+def _mask_future(logits: list[torch.Tensor], group: int, w: int, past: int) -> None:
+    """A window row sees no key after its own: the past needs no mask."""
+    start = 0
+    for tile in logits:
+        stop = start + tile.shape[-1]
+        if stop > past:
+            key = torch.arange(start, stop, device=tile.device)
+            row = torch.arange(past, past + w, device=tile.device)
+            tile.masked_fill_((key > row[:, None]).repeat(group, 1), -torch.inf)
+        start = stop

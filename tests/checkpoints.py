@@ -1,0 +1,74 @@
+"""Tiny random checkpoints of each supported architecture, and real text to feed them.
+
+Weights are seeded. The tokenizer is the demo model's; ids above the vocabulary never occur.
+"""
+
+import pydoc_data.topics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+VOCAB = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One architecture with its heads."""
+
+    config: type
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "llama-gqa": Shape(LlamaConfig, 4, 4, 2, 32),
+    "llama-mha": Shape(LlamaConfig, 3, 4, 4, 32),
+    "llama-mqa": Shape(LlamaConfig, 3, 4, 1, 64),
+    "llama-one-layer": Shape(LlamaConfig, 1, 2, 1, 32),
+    "qwen2": Shape(Qwen2Config, 3, 6, 2, 32),
+    "qwen3": Shape(Qwen3Config, 3, 4, 2, 64),
+    "mistral": Shape(MistralConfig, 3, 4, 2, 32),
+}
+
+
+def make(name: str, folder: Path) -> str:
+    """Write the checkpoint `name` below `folder` once; return its path."""
+    path = folder / name
+    if (path / "config.json").exists():
+        return str(path)
+    shape = SHAPES[name]
+    extra = {"sliding_window": None} if shape.config is MistralConfig else {}
+    config = shape.config(
+        vocab_size=VOCAB,
+        hidden_size=shape.heads * shape.head_dim,
+        intermediate_size=128,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=8192,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        **extra,
+    )
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """`count` seeded ids in ``[3, VOCAB)``: never a special token."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+
+def english() -> str:
+    """Half a megabyte of real English that CPython ships."""
+    return "\n\n".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))

@@ -1,0 +1,1 @@
+"""``make demo``: the real server with a real small model, with and without compression."""

@@ -1,0 +1,151 @@
+"""A real ``vllm serve`` on loopback, started and stopped as an operator would."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+_LINE = re.compile(
+    r"kv-compress: request=(?P<request>\S+) prompt_tokens=(?P<prompt>\d+)"
+    r" kept_tokens=(?P<kept>[\d.]+) blocks_before=(?P<before>\d+) blocks_after=(?P<after>\d+)"
+    r" layer_tokens=\[(?P<layers>[\d,]+)\]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """One line of the engine's log: what became of a request's prompt."""
+
+    request: str
+    prompt_tokens: int
+    kept_tokens: float
+    blocks_before: int
+    blocks_after: int
+    layer_tokens: tuple[int, ...]
+
+
+def compressed_requests(log: str) -> list[Compressed]:
+    """All requests that the log says were compressed, in order."""
+    return [
+        Compressed(
+            request=m["request"],
+            prompt_tokens=int(m["prompt"]),
+            kept_tokens=float(m["kept"]),
+            blocks_before=int(m["before"]),
+            blocks_after=int(m["after"]),
+            layer_tokens=tuple(int(part) for part in m["layers"].split(",")),
+        )
+        for m in _LINE.finditer(log)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server."""
+
+    url: str
+    log: Path
+
+    def metric(self, name: str, label: str | None = None) -> float:
+        """The sum of a metric's samples, or the number in one of its labels.
+
+        Raises:
+            KeyError: the server does not export `name`.
+        """
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        found = [
+            s for f in text_string_to_metric_families(text) for s in f.samples if s.name == name
+        ]
+        if not found:
+            raise KeyError(name)
+        return sum(float(s.labels[label]) if label else s.value for s in found)
+
+    def compressed(self) -> list[Compressed]:
+        return compressed_requests(self.log.read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def command(model: str, port: int, arguments: Sequence[str]) -> list[str]:
+    """The command line, with the ``vllm`` of this Python's environment."""
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    return [vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
+
+
+@contextmanager
+def serve(
+    model: str,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    deadline_s: float = 300,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """Start a server, wait until it is healthy, and end it with all its processes.
+
+    Raises:
+        RuntimeError: it ended or was not healthy within `deadline_s`; with the end of its log.
+    """
+    port = free_port()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command(model, port, arguments),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+    server = Server(url=f"http://127.0.0.1:{port}", log=log)
+    try:
+        _wait_healthy(server, process, deadline_s)
+        yield server
+    finally:
+        _end(process)
+
+
+def _wait_healthy(server: Server, process: subprocess.Popen[bytes], deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.3)
+    state = "ended" if process.poll() is not None else f"was not healthy within {deadline_s:.0f} s"
+    tail = "\n".join(server.log.read_text(errors="replace").splitlines()[-25:])
+    raise RuntimeError(f"the server {state}; the end of its log:\n{tail}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt, then kill the whole process group."""
+    for sign, patience_s in ((signal.SIGINT, 20), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(patience_s)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -1,0 +1,1 @@
+"""The only package that imports vLLM. One module per seam."""

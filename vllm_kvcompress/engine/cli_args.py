@@ -1,0 +1,136 @@
+"""Seam `cli_args`: ``--kv-compress`` and its companions on every vLLM command that serves.
+
+The flags are folded into ``--additional-config`` as ``{"kvcompress": {...}}`` when vLLM turns the
+parsed arguments into EngineArgs: whatever the order of the flags, neither overwrites the other.
+"""
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+
+_INSTALLED = "_kvcompress_cli_args"
+
+# flag -> (field of CompressionConfig, metavar, help)
+FLAGS = {
+    "--kv-compress": (
+        "compress",
+        "METHOD",
+        "Compress the KV cache of long prompts at the end of prefill:"
+        " off, snapkv, pyramidkv, streamingllm or cake.",
+    ),
+    "--kv-budget": (
+        "budget",
+        "BUDGET",
+        "What is kept: a ratio of the prompt in (0, 1], or a whole number of tokens per layer.",
+    ),
+    "--kv-window": (
+        "window",
+        "TOKENS",
+        "Last tokens of the prompt that score the others and are always kept.",
+    ),
+    "--kv-min-prompt": (
+        "min_prompt",
+        "TOKENS",
+        "Prompts shorter than this are left whole.",
+    ),
+}
+
+
+def _one_field(field: str) -> Callable[[str], str]:
+    """An argparse type that refuses a wrong value with the sentence of CompressionConfig."""
+
+    def parse(text: str) -> str:
+        try:
+            if field == "compress":
+                CompressionConfig.parse({"compress": text})
+            else:
+                CompressionConfig.parse({"compress": "off", field: text})
+        except ConfigError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+        return text
+
+    return parse
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({e})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add our group of flags to a vLLM parser; nothing happens if it is already there."""
+    if "--kv-compress" in parser._option_string_actions:
+        return
+    group = parser.add_argument_group(
+        title="KV-cache compression",
+        description="Settings of the vllm-kvcompress plugin; off unless --kv-compress is given.",
+    )
+    for flag, (field, metavar, text) in FLAGS.items():
+        group.add_argument(flag, type=_one_field(field), metavar=metavar, default=None, help=text)
+    group.add_argument(
+        "--kv-compress-config",
+        type=_json_object,
+        metavar="JSON",
+        default=None,
+        help="Every parameter of every method, as a JSON object; the flags above win over it.",
+    )
+
+
+def fold(args: argparse.Namespace) -> None:
+    """Move our flags into ``args.additional_config["kvcompress"]``, and check the whole.
+
+    Raises:
+        ConfigError: the settings contradict each other, or other flags were given and
+            ``--kv-compress`` was not.
+    """
+    given = dict(getattr(args, "kv_compress_config", None) or {})
+    for flag, (field, _, _) in FLAGS.items():
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None:
+            given[field] = value
+    if not given:
+        return
+    merged = dict(getattr(args, "additional_config", None) or {})
+    if "kvcompress" in merged:
+        given = {**merged["kvcompress"], **given}
+    if "compress" not in given:
+        raise ConfigError(
+            "the --kv-* settings need a method; got none: add --kv-compress cake (or off)"
+        )
+    merged["kvcompress"] = CompressionConfig.parse(given).to_additional_config()
+    args.additional_config = merged
+
+
+def install() -> None:
+    """Wrap the two EngineArgs methods; safe to call twice."""
+    if getattr(EngineArgs, _INSTALLED, False):
+        return
+    add_cli_args = EngineArgs.add_cli_args
+    from_cli_args = EngineArgs.from_cli_args.__func__
+
+    @functools.wraps(add_cli_args)
+    def with_flags(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = add_cli_args(parser, *args, **kwargs)
+        add_flags(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def folding(cls: Any, args: argparse.Namespace) -> Any:
+        fold(args)
+        return from_cli_args(cls, args)
+
+    EngineArgs.add_cli_args = staticmethod(with_flags)
+    EngineArgs.from_cli_args = classmethod(folding)
+    setattr(EngineArgs, _INSTALLED, True)

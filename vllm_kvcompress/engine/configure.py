@@ -1,0 +1,96 @@
+"""Seam `configure`: reads ``additional_config["kvcompress"]`` and selects our classes.
+
+Runs once, in the process that builds the VllmConfig, before any model is loaded. Without the
+setting it returns vLLM's configuration untouched.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine import kv_cache
+from vllm_kvcompress.engine.refusals import refuse_unsupported
+from vllm_kvcompress.engine.seams import check_all
+from vllm_kvcompress.errors import ConfigError
+
+logger = init_logger("vllm.kvcompress")
+
+_INSTALLED = "_kvcompress_configure"
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.CompressingCPUWorker"
+}
+SCHEDULERS = {
+    False: "vllm_kvcompress.engine.scheduler.CompressingScheduler",
+    True: "vllm_kvcompress.engine.scheduler.CompressingAsyncScheduler",
+}
+
+
+def settings_in(additional_config: Any) -> CompressionConfig | None:
+    """The compression settings of a vLLM configuration; None when compression is off.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    if not isinstance(additional_config, Mapping) or "kvcompress" not in additional_config:
+        return None
+    settings = CompressionConfig.parse(additional_config["kvcompress"])
+    return settings if settings.enabled else None
+
+
+def configure(config: VllmConfig, settings: CompressionConfig) -> None:
+    """Select the compressing worker and scheduler for `config`, or refuse before anything loads.
+
+    Raises:
+        ConfigError: the model or an option cannot work with compression.
+        SeamError: this vLLM is not supported.
+    """
+    check_all(vllm.__version__)
+    refuse_unsupported(config, settings)
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    if parallel.worker_cls not in {*WORKERS, *WORKERS.values()}:
+        raise ConfigError(
+            f"--kv-compress runs on vLLM's own workers {sorted(WORKERS)}, got"
+            f" {parallel.worker_cls} on {current_platform.device_name}; remove --worker-cls or"
+            " serve without --kv-compress"
+        )
+    if scheduler.scheduler_cls not in {None, *SCHEDULERS.values()}:
+        raise ConfigError(
+            f"--kv-compress brings its own scheduler, got {scheduler.scheduler_cls};"
+            " remove --scheduler-cls"
+        )
+    kv_cache.install()
+    parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    config.additional_config["kvcompress"] = settings.to_additional_config()
+    logger.info(
+        "KV-cache compression is on: %s, budget %s, window %d, prompts from %d tokens",
+        settings.compress,
+        settings.budget,
+        settings.resolved_window,
+        settings.min_prompt,
+    )
+
+
+def install() -> None:
+    """Wrap ``EngineArgs.create_engine_config``; safe to call twice."""
+    if getattr(EngineArgs, _INSTALLED, False):
+        return
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def creating(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
+        settings = settings_in(self.additional_config)  # before vLLM reads the model
+        config = create(self, *args, **kwargs)
+        if settings is not None:
+            configure(config, settings)
+        return config
+
+    EngineArgs.create_engine_config = creating
+    setattr(EngineArgs, _INSTALLED, True)

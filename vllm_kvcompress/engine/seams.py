@@ -1,0 +1,209 @@
+"""What we need of vLLM, as data: checked when compression is switched on, tested in CI."""
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from vllm_kvcompress.errors import SeamError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One place where we touch vLLM.
+
+    Args:
+        name: module of this package that uses it.
+        target: ``module:qualname`` in vLLM.
+        kind: "registry" (vLLM's own hook), "subclass" (chosen by a flag) or "wrap" (a method
+            that is called through, with something added before or after).
+        params: parameters of `target` that we pass or override by name.
+        remove_when: observable event after which the entry can go.
+    """
+
+    name: str
+    target: str
+    kind: str
+    params: tuple[str, ...]
+    remove_when: str
+
+    def check(self, version: str) -> None:
+        """Raise SeamError unless `target` exists and takes `params`. Touches nothing."""
+        module, _, qualname = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in qualname.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as e:
+            raise SeamError(
+                f"vLLM {version} has no {self.target}; install a vLLM in {TESTED}, or serve"
+                " without --kv-compress"
+            ) from e
+        has = inspect.signature(found).parameters if self.params else {}
+        if lost := set(self.params) - has.keys():
+            raise SeamError(
+                f"vLLM {version}: {self.target} lost {sorted(lost)}; install a vLLM in {TESTED},"
+                " or serve without --kv-compress"
+            )
+
+
+TESTED = SpecifierSet(">=0.31,<0.34")
+
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
+_CPU = "vllm.v1.attention.backends.cpu_attn"
+_ALWAYS = "never: vLLM's own hook"
+_SUBCLASS = "vLLM has a plugin interface for per-layer block tables"
+
+SEAMS = (
+    Seam(
+        name="cli_args",
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        kind="wrap",
+        params=("parser",),
+        remove_when="vLLM lets plugins add command-line flags",
+    ),
+    Seam(
+        name="cli_args",
+        target="vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        kind="wrap",
+        params=("args",),
+        remove_when="vLLM lets plugins add command-line flags",
+    ),
+    Seam(
+        name="configure",
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        kind="wrap",
+        params=(),
+        remove_when="vLLM calls plugins with the finished VllmConfig",
+    ),
+    Seam(
+        name="kv_cache",
+        target="vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
+        kind="registry",
+        params=("kvcache_spec_cls", "manager_class", "uniform_type_base_spec"),
+        remove_when=_ALWAYS,
+    ),
+    Seam(
+        name="kv_cache",
+        target=f"{_MANAGER}.get_num_blocks_to_allocate",
+        kind="subclass",
+        params=("request_id", "num_tokens", "new_computed_blocks", "apply_admission_cap"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="kv_cache",
+        target=f"{_MANAGER}.allocate_new_blocks",
+        kind="subclass",
+        params=("request_id", "num_tokens", "num_tokens_main_model"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="kv_cache",
+        target=f"{_MANAGER}.find_longest_cache_hit",
+        kind="subclass",
+        params=("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="kv_cache",
+        target=f"{_MANAGER}.cache_blocks",
+        kind="subclass",
+        params=("request", "num_tokens"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="kv_cache",
+        target=f"{_MANAGER}.pop_blocks_for_free",
+        kind="subclass",
+        params=("request_id",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="kv_cache",
+        target="vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        kind="subclass",
+        params=("block_ids",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="scheduler",
+        target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        kind="subclass",
+        params=(),
+        remove_when="vLLM lets plugins attach data to the SchedulerOutput",
+    ),
+    Seam(
+        name="scheduler",
+        target="vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        kind="subclass",
+        params=(),
+        remove_when="vLLM lets plugins attach data to the SchedulerOutput",
+    ),
+    Seam(
+        name="worker",
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        kind="subclass",
+        params=("scheduler_output",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker",
+        target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+        kind="subclass",
+        params=("kv_cache_config",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention",
+        target="vllm.v1.attention.backends.registry:register_backend",
+        kind="registry",
+        params=("backend", "class_path"),
+        remove_when=_ALWAYS,
+    ),
+    Seam(
+        name="attention",
+        target="vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear",
+        kind="wrap",
+        params=(),
+        remove_when="vLLM forgets a cached backend when its override changes",
+    ),
+    Seam(
+        name="attention",
+        target=f"{_CPU}:CPUAttentionMetadataBuilder.build",
+        kind="subclass",
+        params=("common_prefix_len", "common_attn_metadata", "fast_build"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention",
+        target=f"{_CPU}:CPUAttentionBackendImpl.forward",
+        kind="subclass",
+        params=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        remove_when=_SUBCLASS,
+    ),
+)
+
+
+def check_all(version: str) -> None:
+    """Raise SeamError unless this vLLM is supported and has every seam. Touches nothing."""
+    if not TESTED.contains(version, prereleases=True):
+        raise SeamError(
+            f"vLLM {version} is untested with --kv-compress; install a vLLM in {TESTED}, or serve"
+            " without --kv-compress"
+        )
+    for seam in SEAMS:
+        seam.check(version)
+
+
+def install() -> None:
+    """Add the flags and the configuration hook; safe to call twice.
+
+    Both only look whether compression was asked for. Everything else is checked and selected by
+    `configure` once it was.
+    """
+    from vllm_kvcompress.engine import cli_args, configure
+
+    cli_args.install()
+    configure.install()

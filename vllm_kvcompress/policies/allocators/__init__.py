@@ -1,0 +1,14 @@
+"""How much each layer keeps."""
+
+from collections.abc import Mapping
+
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.base import Allocator
+
+ALLOCATORS: Mapping[str, type[Allocator]] = {
+    "uniform": Uniform,
+    "pyramid": Pyramid,
+    "cake": Cake,
+}

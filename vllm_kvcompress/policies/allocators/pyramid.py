@@ -1,0 +1,38 @@
+"""Budgets that fall from the first layer to the last."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import LayerStats, Prompt
+from vllm_kvcompress.policies.budgets import apportion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pyramid:
+    """PyramidKV (Cai et al. 2024, arXiv:2406.02069): budgets fall linearly over the N layers.
+
+    ``x_l = hi - l * (hi - lo) / (N - 1)``, ``lo = base / beta``, ``hi = 2 * base - lo``;
+    with P past tokens, if ``hi > P``: ``hi = P``, ``lo = 2 * base - P``.
+    The authors' code floors `lo` and the step, and so overspends: +375 tokens at N=30,
+    base=120. Here x is rounded once and the sum is exact.
+
+    Args:
+        beta: steepness, > 1 (20 in the authors' code); larger starves the last layers more.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not self.beta > 1:
+            raise ConfigError(f"pyramid.beta must be > 1, got {self.beta}; or use 'uniform'")
+
+    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
+        """Past tokens to keep in each layer: N ints in [0, P], sum ``N * min(base, P)``."""
+        n, past, base = prompt.num_layers, prompt.past, min(prompt.base, prompt.past)
+        hi = min(2 * base - base / self.beta, past) if n > 1 else base
+        step = 2 * (hi - base) / max(n - 1, 1)
+        return apportion([hi - layer * step for layer in range(n)], n * base, [past] * n)

@@ -1,0 +1,35 @@
+"""One-dimensional pooling of scores: stride 1, same length, odd kernels only."""
+
+import torch
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from vllm_kvcompress.errors import ConfigError
+
+POOLINGS = ("avg", "max")
+
+
+def check(owner: str, kind: str, kernel: int) -> None:
+    """Raise ConfigError unless `kind` is known and `kernel` is odd."""
+    if kind not in POOLINGS:
+        raise ConfigError(f"{owner}.pooling must be one of {list(POOLINGS)}, got {kind!r}")
+    if not (isinstance(kernel, int) and kernel >= 1 and kernel % 2 == 1):
+        raise ConfigError(
+            f"{owner}.kernel must be an odd whole number >= 1, got {kernel}: an even one shifts the"
+            " scores; 1 switches pooling off"
+        )
+
+
+def pool(scores: torch.Tensor, kind: str, kernel: int) -> torch.Tensor:
+    """``[H, P]`` float32 to ``[H, P]``.
+
+    avg pads with zeros and divides by the kernel also at the edges; max pads with -inf.
+    """
+    if kernel == 1 or scores.shape[-1] == 0:
+        return scores
+    run = avg_pool1d if kind == "avg" else max_pool1d
+    return run(scores.unsqueeze(0), kernel, stride=1, padding=kernel // 2).squeeze(0)
+
+
+def group_mean(values: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[Hq, P]`` to ``[Hkv, P]``: mean over the query heads that share a KV head."""
+    return values.view(num_kv_heads, -1, values.shape[-1]).mean(1)
