@@ -42,12 +42,13 @@ class CompressedMetadata(CPUAttentionMetadata):
 class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
     """Builds per-layer tables and lengths for batches with compressed requests."""
 
+    isa: str
     _compressor: PromptCompressor | None = None
     _batch_order: BatchOrder
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if str(self.isa) == "amx":
+        if self.isa == "amx":
             # AMX stores K in tiles; the vector kernels read the layout of `kv_layouts.cpu_attn`
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)

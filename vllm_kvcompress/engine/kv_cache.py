@@ -164,7 +164,7 @@ class CompressedManager(FullAttentionManager):
         alone = sum(block.ref_cnt == 1 for block in held)
         alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
         alone += max(plan.full_blocks - len(held) - len(new_computed_blocks), 0)
-        return needed + max(plan.blocks - alone, 0)
+        return int(needed + max(plan.blocks - alone, 0))
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int

@@ -1,0 +1,98 @@
+"""Where nothing may change, nothing changes; and the first token never does."""
+
+import pytest
+from checkpoints import SHAPES, make, tokens
+from engines import V2, engine, settings
+
+LENGTHS = (300, 129, 640, 31, 1) if V2 else (700, 333, 90, 1500, 128, 127, 1)
+PROMPTS = [tokens(n, seed=n) for n in LENGTHS]
+SOME = ["llama-gqa"] if V2 else list(SHAPES)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints_folder):
+    """vLLM's own output per checkpoint, made once."""
+    made = {}
+
+    def outputs(name: str):
+        if name not in made:
+            with engine(make(name, checkpoints_folder)) as llm:
+                assert type(llm.worker).__module__.startswith("vllm.")
+                made[name] = llm.generate(PROMPTS)
+        return made[name]
+
+    return outputs
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_budget_one_is_vllms_own_output(name, plain, checkpoints_folder):
+    with engine(
+        make(name, checkpoints_folder), additional_config=settings("cake", 1.0)
+    ) as llm:
+        assert llm.generate(PROMPTS) == plain(name)
+        assert llm.compressor.compressed == 0
+
+
+@pytest.mark.parametrize("name", SOME[:2])
+def test_prompts_under_the_threshold_are_vllms_own_output(name, plain, checkpoints_folder):
+    config = settings("cake", 0.1, min_prompt=max(LENGTHS) + 1)
+    with engine(make(name, checkpoints_folder), additional_config=config) as llm:
+        assert llm.generate(PROMPTS) == plain(name)
+        assert llm.compressor.compressed == 0
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "streamingllm", "cake"])
+def test_first_token_is_the_full_caches_and_the_budget_is_exact(
+    name, method, plain, checkpoints_folder
+):
+    if name != "llama-gqa" and method not in ("cake", "pyramidkv"):
+        pytest.skip("every method on one checkpoint, two methods on all")
+    budget = 0.2
+    with engine(
+        make(name, checkpoints_folder), additional_config=settings(method, budget)
+    ) as llm:
+        plans = []
+        pack = llm.compressor._pack
+        llm.compressor._pack = lambda finishing: (plans.append(finishing.todo.plan), pack(finishing))
+        got = llm.generate(PROMPTS)
+        whole = [length for length in LENGTHS if length >= 128]
+        assert sorted(plan.tokens for plan in plans) == sorted(whole)
+        assert [out[0] for out in got] == [out[0] for out in plain(name)]
+        # a prompt that was left whole is untouched by its compressed neighbours
+        for length, mine, theirs in zip(LENGTHS, got, plain(name), strict=True):
+            if length < 128:
+                assert mine == theirs
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.5, 0.1, 100])
+def test_first_token_at_every_budget(budget, plain, checkpoints_folder):
+    with engine(
+        make("llama-gqa", checkpoints_folder), additional_config=settings("cake", budget)
+    ) as llm:
+        got = llm.generate(PROMPTS)
+        assert llm.compressor.compressed > 0
+        assert [out[0] for out in got] == [out[0] for out in plain("llama-gqa")]
+
+
+def test_without_the_setting_nothing_is_overridden(checkpoints_folder):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    import vllm_kvcompress
+
+    vllm_kvcompress.register()
+    vllm_kvcompress.register()  # idempotent
+    for config in ({}, {"kvcompress": {"compress": "off"}}):
+        with engine(make("llama-gqa", checkpoints_folder), additional_config=config) as llm:
+            assert type(llm.manager) is FullAttentionManager
+            assert type(llm.scheduler).__module__ == Scheduler.__module__ or not isinstance(
+                llm.scheduler, type
+            )
+            assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+            context = llm.worker.vllm_config.compilation_config.static_forward_context
+            for layer in context.values():
+                assert layer.attn_backend is CPUAttentionBackend
+                assert type(layer.impl) is CPUAttentionBackendImpl

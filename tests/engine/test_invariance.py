@@ -1,0 +1,140 @@
+"""What a compressed request answers depends on its own tokens and on nothing else."""
+
+import pytest
+from checkpoints import make, tokens
+from engines import V2, engine, settings
+
+COUNT = 6 if V2 else 100
+LENGTHS = [150 + 7 * (i % 60) for i in range(COUNT)]
+PROMPTS = [tokens(length, seed=1000 + i) for i, length in enumerate(LENGTHS)]
+FEW = PROMPTS[:4] if V2 else PROMPTS[:8]
+NEW = 6 if V2 else 10
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Each prompt by itself, prefilled in one piece, no prefix cache."""
+    with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
+        return [llm.generate([prompt], NEW)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("chunk", [64, 256, 8192])
+def test_chunk_size_does_not_matter(chunk, model, alone):
+    with engine(
+        model,
+        additional_config=settings(),
+        max_num_batched_tokens=chunk,
+        max_num_seqs=min(chunk, 64),
+        max_model_len=2048,
+    ) as llm:
+        assert llm.generate(FEW, NEW) == alone[: len(FEW)]
+        assert llm.compressor.compressed == len(FEW)
+
+
+@pytest.mark.parametrize("size", [4] if V2 else [8, 40, 100])
+def test_batch_size_does_not_matter(size, model, alone):
+    with engine(model, additional_config=settings(), max_num_seqs=128) as llm:
+        assert llm.generate(PROMPTS[:size], NEW) == alone[:size]
+        backwards = llm.generate(PROMPTS[:size][::-1], NEW)
+        assert backwards[::-1] == alone[:size]
+
+
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "streamingllm"])
+def test_every_method_is_independent_of_its_batch(method, model):
+    with engine(model, additional_config=settings(method), enable_prefix_caching=False) as llm:
+        single = [llm.generate([prompt], NEW)[0] for prompt in FEW]
+        assert llm.generate(FEW, NEW) == single
+
+
+def test_prefix_cache_off_cold_and_warm(model, alone):
+    with engine(model, additional_config=settings(), enable_prefix_caching=True) as llm:
+        cold = llm.generate(FEW, NEW)
+        warm = llm.generate(FEW, NEW)
+        hits = llm.outputs(FEW[:2], NEW)
+        assert all(output.num_cached_tokens > 0 for output in hits)
+    assert cold == warm == alone[: len(FEW)]
+
+
+def test_a_window_split_over_chunks_is_whole(model):
+    """Chunks shorter than the window: its queries come from several steps."""
+    with engine(model, additional_config=settings(window=48), enable_prefix_caching=False) as llm:
+        whole = llm.generate(FEW[:2], NEW)
+    with engine(
+        model,
+        additional_config=settings(window=48),
+        enable_prefix_caching=False,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        max_model_len=1024,
+    ) as llm:
+        assert llm.generate(FEW[:2], NEW) == whole
+
+
+def test_async_scheduling_does_not_matter(model, alone, monkeypatch):
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    check = CpuPlatform.check_and_update_config
+
+    def keep_async(config) -> None:
+        check(config)  # switches async scheduling off: a CPU does not need it
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_async))
+    with engine(model, additional_config=settings(), async_scheduling=True) as llm:
+        assert isinstance(llm.scheduler, AsyncScheduler)
+        assert llm.core.batch_queue is not None
+        assert llm.generate(FEW, NEW) == alone[: len(FEW)]
+        assert llm.compressor.compressed == len(FEW)
+
+
+def test_preemption_equals_a_run_that_prefilled_the_same_tokens(model):
+    prompts = [tokens(320, seed=i) for i in range(4)]
+    with engine(
+        model,
+        additional_config=settings("cake", 0.5),
+        blocks=1 + 30,
+        max_model_len=768,
+        enable_prefix_caching=False,
+    ) as llm:
+        resumed: dict[str, list[int]] = {}
+        preempt = llm.scheduler._preempt_request
+
+        def watch(request, *args, **kwargs) -> None:
+            resumed.setdefault(request.request_id, list(request.all_token_ids))
+            preempt(request, *args, **kwargs)
+
+        llm.scheduler._preempt_request = watch
+        for i, prompt in enumerate(prompts):
+            llm.submit(str(i), prompt, 150)
+        got = llm.drain()
+        assert len(got) == 4
+        assert resumed, "the pool was meant to be too small"
+        assert llm.free_blocks == 30
+        preemptions = {k: v for k, v in resumed.items()}
+    with engine(
+        model, additional_config=settings("cake", 0.5), enable_prefix_caching=False
+    ) as llm:
+        checked = 0
+        for request_id, before in preemptions.items():
+            index = int(request_id.split("-")[0])
+            generated = len(before) - len(prompts[index])
+            after = got_of(got, request_id)[generated:]
+            if not after:
+                continue
+            again = llm.generate([before], len(after))[0]
+            if len(after) == len(again):
+                same = sum(a == b for a, b in zip(after, again, strict=True))
+                assert after[0] == again[0]
+                checked += same == len(after)
+        assert checked >= 1
+
+
+def got_of(got: dict[str, list[int]], request_id: str) -> list[int]:
+    """vLLM adds a suffix to the request ids it was given."""
+    return got.get(request_id) or got[request_id.split("-")[0]]

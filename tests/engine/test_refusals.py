@@ -1,0 +1,261 @@
+"""Everything that cannot work is refused before a model loads, in one sentence with a cure."""
+
+import argparse
+import json
+
+import pytest
+from checkpoints import make, tokens
+from engines import engine, settings
+
+import vllm_kvcompress
+from vllm_kvcompress.errors import ConfigError, SeamError
+
+vllm_kvcompress.register()
+
+
+def configure(model: str, **options):
+    """Exactly what LLM() and ``vllm serve`` do before they load anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = options.pop("additional_config", settings())
+    arguments = EngineArgs(
+        model=model, skip_tokenizer_init=True, additional_config=config, **options
+    )
+    return arguments.create_engine_config()
+
+
+@pytest.fixture
+def edited(checkpoints_folder, tmp_path):
+    """A checkpoint folder whose config.json was changed."""
+
+    def edit(**changes) -> str:
+        path = json.loads(open(make("llama-gqa", checkpoints_folder) + "/config.json").read())
+        (tmp_path / "config.json").write_text(json.dumps({**path, **changes}))
+        return str(tmp_path)
+
+    return edit
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+def test_a_supported_model_is_configured(model):
+    config = configure(model)
+    assert config.parallel_config.worker_cls.endswith("CompressingCPUWorker")
+    assert config.scheduler_config.scheduler_cls.endswith("CompressingScheduler")
+    assert config.additional_config["kvcompress"]["compress"] == "cake"
+
+
+def test_the_settings_are_part_of_vllms_hash(model):
+    hashes = {
+        configure(model, additional_config=settings(budget=budget)).compute_hash()
+        for budget in (0.1, 0.2, 0.1)
+    }
+    assert len(hashes) == 2
+
+
+BLOOM = dict(
+    architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4, hidden_size=128
+)
+MLA = dict(
+    architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
+    q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "cure"),
+    [
+        (BLOOM, "ALiBi", "without --kv-compress"),
+        (MLA, "MLA", "without --kv-compress"),
+        (
+            dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=512),
+            "sliding window of 512",
+            "--disable-sliding-window",
+        ),
+    ],
+    ids=["alibi", "mla", "sliding-window"],
+)
+def test_models_that_cannot_work(edited, changes, reason, cure):
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        configure(edited(**changes))
+    assert cure in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "cure"),
+    [
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "KV connectors",
+            "--kv-transfer-config",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding",
+            "--speculative-config",
+        ),
+        ({"disable_cascade_attn": False}, "cascade attention", "--no-disable-cascade-attn"),
+        ({"kv_cache_dtype": "fp8"}, "quantised KV caches", "--kv-cache-dtype auto"),
+        ({"pipeline_parallel_size": 2}, "one rank", "--pipeline-parallel-size 1"),
+        ({"scheduler_cls": "somebody.Else"}, "own scheduler", "--scheduler-cls"),
+        ({"runner": "pooling"}, "only generating models", "without --kv-compress"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
+)
+@pytest.mark.filterwarnings("ignore:--disable-cascade-attn is deprecated:UserWarning")
+def test_options_that_cannot_work(model, options, reason, cure):
+    with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
+        configure(model, **options)
+    assert cure in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("decode_context_parallel_size", "--decode-context-parallel-size 1"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size 1"),
+    ],
+)
+def test_context_parallelism_is_refused(model, name, flag):
+    """vLLM itself refuses these on a CPU earlier, so the check is called on its configuration."""
+    from vllm_kvcompress.config import CompressionConfig
+    from vllm_kvcompress.engine.refusals import refuse_unsupported
+
+    config = configure(model)
+    setattr(config.parallel_config, name, 2)
+    with pytest.raises(ConfigError, match="context parallelism") as refusal:
+        refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
+    assert flag in str(refusal.value)
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0.0", "0.12.1"])
+def test_an_untested_vllm_is_refused(model, version, monkeypatch):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(SeamError, match=rf"vLLM {version} is untested.*install a vLLM in"):
+        configure(model)
+    configure(model, additional_config={})  # without the setting nobody asks
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"compress": "caek"}, "did you mean 'cake'"),
+        ({"compress": "cake", "budgte": 0.1}, "did you mean 'budget'"),
+        ({"compress": "cake", "budget": 0}, r"budget must be a ratio in \(0, 1\]"),
+        ({"compress": "cake", "budget": -1}, "got -1"),
+        ({"compress": "cake", "budget": 1.5}, "got 1.5"),
+        ({"compress": "cake", "budget": "ten"}, "got 'ten'"),
+        ({"compress": "cake", "budget": float("nan")}, "got nan"),
+        ({"compress": "cake", "budget": 32}, "cannot hold the window of 32"),
+        ("cake", "must be an object"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_model_is_read(given, message, model, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(EngineArgs, "create_model_config", lambda self: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=message):
+        configure(model, additional_config={"kvcompress": given})
+
+
+# -- the command line ------------------------------------------------------------------------
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(arguments))
+
+
+def engine_args(*arguments: str):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs.from_cli_args(parse(*arguments))
+
+
+def test_flags_reach_additional_config(model):
+    got = engine_args(
+        *("--model", model, "--kv-compress", "snapkv", "--kv-budget", "0.1"),
+        *("--kv-window", "16", "--kv-min-prompt", "99"),
+        *("--kv-compress-config", '{"scorer_params": {"kernel": 5}, "window": 8}'),
+        *("--additional-config", '{"other": 1}'),
+    )
+    assert got.additional_config == {
+        "other": 1,
+        "kvcompress": {
+            "compress": "snapkv",
+            "budget": 0.1,
+            "window": 16,  # a flag wins over the JSON object
+            "min_prompt": 99,
+            "scorer_params": {"kernel": 5},
+        },
+    }
+
+
+def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
+    for text, budget in (("1024", 1024), ("1.0", 1.0), ("0.25", 0.25)):
+        got = engine_args("--model", model, "--kv-compress", "cake", "--kv-budget", text)
+        value = got.additional_config["kvcompress"]["budget"]
+        assert (value, type(value)) == (budget, type(budget))
+
+
+def test_without_flags_nothing_is_added(model):
+    assert engine_args("--model", model).additional_config == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-compress", "caek"], "did you mean 'cake'"),
+        (["--kv-compress", "cake", "--kv-budget", "0"], "ratio in (0, 1]"),
+        (["--kv-compress", "cake", "--kv-budget", "-1"], "ratio in (0, 1]"),
+        (["--kv-compress", "cake", "--kv-budget", "1.5"], "got '1.5'"),
+        (["--kv-compress", "cake", "--kv-budget", "ten"], "got 'ten'"),
+        (["--kv-compress", "cake", "--kv-budget", "nan"], "got 'nan'"),
+        (["--kv-compress", "cake", "--kv-window", "-3"], "greater than or equal to 0"),
+        (["--kv-compress", "cake", "--kv-min-prompt", "x"], "valid integer"),
+        (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
+        (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
+    ],
+)
+def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
+    with pytest.raises(SystemExit) as status:
+        parse("--model", model, *arguments)
+    assert status.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-budget", "0.1"], "need a method"),
+        (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
+        (["--kv-compress", "cake", "--kv-compress-config", '{"budgit": 1}'], "did you mean 'budget'"),
+    ],
+)
+def test_settings_that_contradict_each_other(arguments, message, model):
+    with pytest.raises(ConfigError, match=message):
+        engine_args("--model", model, *arguments)
+
+
+# -- requests ---------------------------------------------------------------------------------
+
+
+def test_bad_prompts_are_vllms_to_refuse_and_the_engine_lives_on(model):
+    from vllm.exceptions import VLLMValidationError
+
+    with engine(model, additional_config=settings(), max_model_len=512) as llm:
+        good = tokens(200, seed=1)
+        first = llm.generate([good])
+        for bad in ([], tokens(513, seed=2), tokens(5000, seed=3)):
+            with pytest.raises((ValueError, VLLMValidationError), match="(?i)prompt|length|token"):
+                llm.generate([bad])
+        assert llm.generate([good]) == first
+        assert len(llm.generate([tokens(511, seed=4)], 5)[0]) == 1

@@ -1,0 +1,120 @@
+"""Engines for tests: small, float32, greedy, in this process; and what can be seen inside them.
+
+Model Runner V2 is what CUDA uses. On the CPU it runs under Triton's interpreter: start the test
+process with ``VLLM_USE_V2_MODEL_RUNNER=1`` and `prepare_model_runner` does the rest.
+"""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+BLOCK = 32
+
+
+def prepare_model_runner() -> None:
+    """Before the first import of vLLM: give V2 an interpreter in place of a Triton driver."""
+    if not V2:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.backends
+
+    driver = type("InterpreterDriver", (), {"is_active": staticmethod(lambda: True)})
+    triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
+    import vllm.v1.sample.ops.topk_topp_sampler as sampler
+
+    sampler.HAS_TRITON = False  # that kernel does not interpret; torch does the same
+
+
+def settings(compress: str = "cake", budget: float | int = 0.2, **more: Any) -> dict[str, Any]:
+    """``additional_config`` for a compressed test engine: every prompt from 128 tokens on."""
+    return {"kvcompress": {"compress": compress, "budget": budget, "min_prompt": 128, **more}}
+
+
+class Engine:
+    """An LLM with handles on its scheduler and its worker."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        self.worker = self.core.model_executor.driver_worker.worker
+
+    @property
+    def compressor(self) -> Any:
+        return self.worker.compressor
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    def generate(self, prompts: Sequence[list[int]], tokens: int = 12, **params: Any) -> list[list[int]]:
+        """Greedy continuations of token prompts, all at once."""
+        return [
+            list(output.outputs[0].token_ids) for output in self.outputs(prompts, tokens, **params)
+        ]
+
+    def outputs(self, prompts: Sequence[list[int]], tokens: int = 12, **params: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        done: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
+        return done
+
+    def submit(self, request_id: str, prompt: list[int], tokens: int = 12, **params: Any) -> str:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+        return request_id
+
+    def step(self) -> dict[str, Any]:
+        """One engine step; the finished outputs by request id."""
+        return {o.request_id: o for o in self.llm.llm_engine.step() if o.finished}
+
+    def drain(self, limit: int = 100_000) -> dict[str, list[int]]:
+        """Step until nothing is left; token ids by request id."""
+        done: dict[str, list[int]] = {}
+        for _ in range(limit):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return done
+            for request_id, output in self.step().items():
+                done[request_id] = list(output.outputs[0].token_ids)
+        raise AssertionError(f"requests were lost after {limit} steps: {self.scheduler.requests}")
+
+    def running(self) -> list[Any]:
+        return list(self.scheduler.running)
+
+
+@contextmanager
+def engine(model: str, *, blocks: int | None = None, **kwargs: Any) -> Iterator[Engine]:
+    """An engine with `blocks` KV blocks of 32 tokens (null block included)."""
+    from vllm import LLM
+
+    options: dict[str, Any] = dict(
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=8192 if not V2 else 2048,
+        distributed_executor_backend="uni",
+        block_size=BLOCK,
+        disable_log_stats=False,
+        seed=0,
+    )
+    if blocks is not None:
+        options["num_gpu_blocks_override"] = blocks
+    llm = LLM(model, **{**options, **kwargs})
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
