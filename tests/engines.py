@@ -55,7 +55,9 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.pool.get_num_free_blocks())
 
-    def generate(self, prompts: Sequence[list[int]], tokens: int = 12, **params: Any) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[list[int]], tokens: int = 12, **params: Any
+    ) -> list[list[int]]:
         """Greedy continuations of token prompts, all at once."""
         return [
             list(output.outputs[0].token_ids) for output in self.outputs(prompts, tokens, **params)

@@ -1,6 +1,7 @@
 """Real vLLM engines in this process, one at a time, on the model runner that the run chose."""
 
 import pytest
+
 from engines import prepare_model_runner
 
 prepare_model_runner()

@@ -1,9 +1,9 @@
 """Memory: what a compressed request holds, when it comes back, and who may use it then."""
 
 import pytest
+
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, settings
-
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.plan import page_plan
 
@@ -110,7 +110,10 @@ def test_without_free_blocks_the_prompts_own_blocks_serve(model):
 
 def test_aborts_at_every_stage_give_everything_back(model):
     with engine(
-        model, additional_config=settings(), max_num_batched_tokens=128, max_num_seqs=8,
+        model,
+        additional_config=settings(),
+        max_num_batched_tokens=128,
+        max_num_seqs=8,
         max_model_len=2048,
     ) as llm:
         free = llm.free_blocks

@@ -1,6 +1,7 @@
 """Where nothing may change, nothing changes; and the first token never does."""
 
 import pytest
+
 from checkpoints import SHAPES, make, tokens
 from engines import V2, engine, settings
 
@@ -26,9 +27,7 @@ def plain(checkpoints_folder):
 
 @pytest.mark.parametrize("name", SOME)
 def test_budget_one_is_vllms_own_output(name, plain, checkpoints_folder):
-    with engine(
-        make(name, checkpoints_folder), additional_config=settings("cake", 1.0)
-    ) as llm:
+    with engine(make(name, checkpoints_folder), additional_config=settings("cake", 1.0)) as llm:
         assert llm.generate(PROMPTS) == plain(name)
         assert llm.compressor.compressed == 0
 
@@ -49,12 +48,13 @@ def test_first_token_is_the_full_caches_and_the_budget_is_exact(
     if name != "llama-gqa" and method not in ("cake", "pyramidkv"):
         pytest.skip("every method on one checkpoint, two methods on all")
     budget = 0.2
-    with engine(
-        make(name, checkpoints_folder), additional_config=settings(method, budget)
-    ) as llm:
+    with engine(make(name, checkpoints_folder), additional_config=settings(method, budget)) as llm:
         plans = []
         pack = llm.compressor._pack
-        llm.compressor._pack = lambda finishing: (plans.append(finishing.todo.plan), pack(finishing))
+        llm.compressor._pack = lambda finishing: (
+            plans.append(finishing.todo.plan),
+            pack(finishing),
+        )
         got = llm.generate(PROMPTS)
         whole = [length for length in LENGTHS if length >= 128]
         assert sorted(plan.tokens for plan in plans) == sorted(whole)

@@ -1,6 +1,7 @@
 """What a compressed request answers depends on its own tokens and on nothing else."""
 
 import pytest
+
 from checkpoints import make, tokens
 from engines import V2, engine, settings
 
@@ -116,10 +117,8 @@ def test_preemption_equals_a_run_that_prefilled_the_same_tokens(model):
         assert len(got) == 4
         assert resumed, "the pool was meant to be too small"
         assert llm.free_blocks == 30
-        preemptions = {k: v for k, v in resumed.items()}
-    with engine(
-        model, additional_config=settings("cake", 0.5), enable_prefix_caching=False
-    ) as llm:
+        preemptions = dict(resumed)
+    with engine(model, additional_config=settings("cake", 0.5), enable_prefix_caching=False) as llm:
         checked = 0
         for request_id, before in preemptions.items():
             index = int(request_id.split("-")[0])

@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
-from checkpoints import make, tokens
-from engines import engine, settings
 
 import vllm_kvcompress
+from checkpoints import make, tokens
+from engines import engine, settings
 from vllm_kvcompress.errors import ConfigError, SeamError
 
 vllm_kvcompress.register()
@@ -29,8 +30,9 @@ def edited(checkpoints_folder, tmp_path):
     """A checkpoint folder whose config.json was changed."""
 
     def edit(**changes) -> str:
-        path = json.loads(open(make("llama-gqa", checkpoints_folder) + "/config.json").read())
-        (tmp_path / "config.json").write_text(json.dumps({**path, **changes}))
+        original = Path(make("llama-gqa", checkpoints_folder), "config.json")
+        config = json.loads(original.read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         return str(tmp_path)
 
     return edit
@@ -98,7 +100,6 @@ def test_models_that_cannot_work(edited, changes, reason, cure):
             "speculative decoding",
             "--speculative-config",
         ),
-        ({"disable_cascade_attn": False}, "cascade attention", "--no-disable-cascade-attn"),
         ({"kv_cache_dtype": "fp8"}, "quantised KV caches", "--kv-cache-dtype auto"),
         ({"pipeline_parallel_size": 2}, "one rank", "--pipeline-parallel-size 1"),
         ({"scheduler_cls": "somebody.Else"}, "own scheduler", "--scheduler-cls"),
@@ -106,7 +107,6 @@ def test_models_that_cannot_work(edited, changes, reason, cure):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
-@pytest.mark.filterwarnings("ignore:--disable-cascade-attn is deprecated:UserWarning")
 def test_options_that_cannot_work(model, options, reason, cure):
     with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
         configure(model, **options)
@@ -114,22 +114,37 @@ def test_options_that_cannot_work(model, options, reason, cure):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"),
+    ("part", "name", "value", "reason", "cure"),
     [
-        ("decode_context_parallel_size", "--decode-context-parallel-size 1"),
-        ("prefill_context_parallel_size", "--prefill-context-parallel-size 1"),
+        (
+            *("parallel_config", "decode_context_parallel_size", 2),
+            *("context parallelism", "--decode-context-parallel-size 1"),
+        ),
+        (
+            *("parallel_config", "prefill_context_parallel_size", 2),
+            *("context parallelism", "--prefill-context-parallel-size 1"),
+        ),
+        (
+            *("model_config", "disable_cascade_attn", False),
+            *("cascade attention", "--no-disable-cascade-attn"),
+        ),
+        (*("parallel_config", "enable_dbo", True), *("dual-batch overlap", "--enable-dbo")),
+        (
+            *("cache_config", "kv_sharing_fast_prefill", True),
+            *("share KV caches", "--kv-sharing-fast-prefill"),
+        ),
     ],
 )
-def test_context_parallelism_is_refused(model, name, flag):
-    """vLLM itself refuses these on a CPU earlier, so the check is called on its configuration."""
+def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, value, reason, cure):
+    """vLLM refuses or ignores these on a CPU, so the check is called on its configuration."""
     from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.engine.refusals import refuse_unsupported
 
     config = configure(model)
-    setattr(config.parallel_config, name, 2)
-    with pytest.raises(ConfigError, match="context parallelism") as refusal:
+    object.__setattr__(getattr(config, part), name, value)
+    with pytest.raises(ConfigError, match=reason) as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
-    assert flag in str(refusal.value)
+    assert cure in str(refusal.value)
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0.0", "0.12.1"])
@@ -237,7 +252,10 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
     [
         (["--kv-budget", "0.1"], "need a method"),
         (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
-        (["--kv-compress", "cake", "--kv-compress-config", '{"budgit": 1}'], "did you mean 'budget'"),
+        (
+            ["--kv-compress", "cake", "--kv-compress-config", '{"budgit": 1}'],
+            "did you mean 'budget'",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(arguments, message, model):
@@ -255,7 +273,7 @@ def test_bad_prompts_are_vllms_to_refuse_and_the_engine_lives_on(model):
         good = tokens(200, seed=1)
         first = llm.generate([good])
         for bad in ([], tokens(513, seed=2), tokens(5000, seed=3)):
-            with pytest.raises((ValueError, VLLMValidationError), match="(?i)prompt|length|token"):
+            with pytest.raises((ValueError, VLLMValidationError), match=r"(?i)prompt|length|token"):
                 llm.generate([bad])
         assert llm.generate([good]) == first
         assert len(llm.generate([tokens(511, seed=4)], 5)[0]) == 1

@@ -1,6 +1,7 @@
 """Requests that share prompts: the cache holds what the hash says, whoever was compressed."""
 
 import pytest
+
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, settings
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 import sys
 from fractions import Fraction
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_kvcompress.plan import PagePlan, Prompt, page_plan
 from vllm_kvcompress.policies.budgets import apportion, round_to_pages
 
-prop = settings(derandomize=True, deadline=None, max_examples=200)
+prop = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def water_fill(weights, rest, room):
@@ -106,10 +107,16 @@ def test_apportion_is_exact_for_any_finite_weights(weights):
         assert all(0 <= b <= 10 for b in out)
 
 
-def test_apportion_shares_of_weights_at_the_ends_of_float64():
-    assert apportion((3e-310, 1e-310), 8, (10, 10)) == [6, 2]
-    assert apportion((1.5e308, 0.5e308), 8, (10, 10)) == [6, 2]
-    assert apportion((1.5e308, 1.5e308, 1e308), 8, (10, 10, 10)) == [3, 3, 2]
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((3e-310, 1e-310), [6, 2]),
+        ((1.5e308, 0.5e308), [6, 2]),
+        ((1.5e308, 1.5e308, 1e308), [3, 3, 2]),
+    ],
+)
+def test_apportion_at_the_ends_of_float64(weights, expected):
+    assert apportion(weights, 8, [10] * len(weights)) == expected
 
 
 @prop
@@ -129,7 +136,7 @@ def test_apportion_equals_exact_rationals(case):
     room = [c - min(floor, c) for c in caps]
     x = water_fill(weights, min(total, sum(caps)) - sum(caps) + sum(room), room)
     fraction = sorted({v - math.floor(v) for v in x})
-    assume(all(b - a > Fraction(1, 10**8) for a, b in zip(fraction, fraction[1:], strict=False)))
+    assume(all(b - a > Fraction(1, 10**8) for a, b in itertools.pairwise(fraction)))
     tied = len({v - math.floor(v) for v in x}) < len(x)
     got, want = apportion(weights, total, caps, floor), exact_apportion(weights, total, caps, floor)
     if not tied:
@@ -137,6 +144,13 @@ def test_apportion_equals_exact_rationals(case):
     else:
         assert sum(got) == sum(want)
         assert all(abs(g - e) <= 1 for g, e in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1, 3, 0.1, 7e-5])
+def test_equal_fractions_go_to_the_lower_layer_whatever_the_scale(scale):
+    """8 * 20 / 48, 8 * 8 / 48 and 8 * 2 / 48 all end in 1/3; in float64 they differ by noise."""
+    weights = [w * scale for w in (20, 11, 8, 7, 2)]
+    assert apportion(weights, 8, [44, 21, 59, 23, 37]) == [4, 2, 1, 1, 0]
 
 
 @prop
@@ -152,8 +166,8 @@ def test_equal_weights_give_the_remainder_to_the_first_layers(n, total, weight):
 
 
 @prop
-@given(shares(st.floats(0, 1e3, allow_subnormal=False)), st.randoms(use_true_random=False))
-def test_heavier_layers_never_get_less(case, _):
+@given(shares(st.floats(0, 1e3, allow_subnormal=False)))
+def test_heavier_layers_never_get_less(case):
     weights, total, _caps, floor = case
     caps = [300] * len(weights)
     total = max(total, sum(min(floor, c) for c in caps))
@@ -202,9 +216,7 @@ def plans_with_tokens(draw):
     tokens = draw(st.integers(2, 40 * block))
     window = draw(st.integers(0, min(tokens - 1, 3 * block)))
     budget = draw(st.integers(window + 1, tokens))
-    made = page_plan(
-        Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget), block
-    )
+    made = page_plan(Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget), block)
     assume(made is not None)
     weights = draw(st.lists(st.floats(0, 100), min_size=layers, max_size=layers))
     past, base = tokens - window, budget - window

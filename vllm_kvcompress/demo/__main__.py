@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -51,7 +52,8 @@ def compression(args: argparse.Namespace) -> list[str]:
 
 
 def common(args: argparse.Namespace) -> list[str]:
-    return ["--served-model-name", NAME, "--max-model-len", "8192"]
+    # Eager: the demo shows memory and ratios, and must not spend minutes compiling first.
+    return ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
 
 
 def ask(server: Server, prompt: str, max_tokens: int) -> Run:
@@ -106,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.serve:
         line = command(model, args.port, [*common(args), *compression(args)])
         os.execvpe(line[0], line, {**ENVIRONMENT, **os.environ})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so the server ends too
     prompt = long_prompt(AutoTokenizer.from_pretrained(model), args.tokens)
     runs = []
     with tempfile.TemporaryDirectory() as folder:

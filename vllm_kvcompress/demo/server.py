@@ -77,7 +77,7 @@ class Server:
         return sum(float(s.labels[label]) if label else s.value for s in found)
 
     def compressed(self) -> list[Compressed]:
-        return compressed_requests(self.log.read_text())
+        return compressed_requests(self.log.read_text(errors="replace"))
 
 
 def free_port() -> int:

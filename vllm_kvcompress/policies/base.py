@@ -41,11 +41,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 def choose(role: str, table: Mapping[str, T], name: str) -> T:
     """`table[name]`, or a ConfigError that lists the names and the nearest one."""
-    try:
+    if name in table:
         return table[name]
-    except KeyError:
-        raise ConfigError(
-            f"{role}={name!r} is unknown{closest(name, table)} choose from {sorted(table)}".replace(
-                "unknown choose", "unknown; choose"
-            )
-        ) from None
+    hint = closest(name, table) or ";"
+    raise ConfigError(f"{role}={name!r} is unknown{hint} choose from {sorted(table)}")

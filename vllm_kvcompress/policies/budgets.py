@@ -1,85 +1,101 @@
 """Integer arithmetic shared by all allocators; host side, float64."""
 
+import math
 from collections.abc import Sequence
-from math import floor
 
 from vllm_kvcompress.plan import PagePlan
 
 _SLACK = 1e-9  # a share this close below an integer is that integer
+_DIGITS = 9  # remainders that agree this far are a tie: the rest is float64's noise
 
 
 def apportion(
-    weights: Sequence[float], total: int, caps: Sequence[int], lowest: int = 0
+    weights: Sequence[float], total: int, caps: Sequence[int], floor: int = 0
 ) -> list[int]:
     """Integers proportional to `weights` that sum exactly to ``min(total, sum(caps))``.
 
-    Every layer first gets ``min(lowest, cap)``; the rest is poured in proportion to the weights,
+    Every layer first gets ``min(floor, cap)``; the rest is poured in proportion to the weights,
     full layers leaving the others their share, and rounded by largest remainder, ties to the
     lower layer. Layers of weight 0 get tokens only when all weighted layers are full, evenly.
 
     Args:
         weights: one finite number >= 0 per layer; only ratios matter.
-        total: tokens to give; at least the sum of the floors.
-        caps: largest number each layer can take.
-        lowest: floor of every layer.
+        total: tokens to give.
+        caps: largest number that each layer can take.
+        floor: smallest number that each layer gets, where its cap allows it.
+
+    Raises:
+        ValueError: `total` cannot pay for the floors.
     """
     if sum(caps) <= total:
         return list(caps)
-    given = [min(lowest, cap) for cap in caps]
+    given = [min(floor, cap) for cap in caps]
     room = [cap - have for cap, have in zip(caps, given, strict=True)]
     rest = total - sum(given)
-    poured = _pour([max(weight, 0.0) for weight in weights], rest, room)
-    whole = [min(floor(x + _SLACK), limit) for x, limit in zip(poured, room, strict=True)]
-    order = sorted(range(len(room)), key=lambda i: (whole[i] - poured[i], i))
-    left = rest - sum(whole)
-    while left > 0:
-        for i in order:
-            if left > 0 and whole[i] < room[i]:
-                whole[i] += 1
-                left -= 1
-    return [have + more for have, more in zip(given, whole, strict=True)]
+    if rest < 0:
+        raise ValueError(f"total must be at least the sum of the floors {sum(given)}, got {total}")
+    shares = _pour(weights, rest, room)
+    whole = [min(math.floor(x + _SLACK), limit) for x, limit in zip(shares, room, strict=True)]
+    remainders = [round(x - n, _DIGITS) for x, n in zip(shares, whole, strict=True)]
+    more = _hand_out(whole, remainders, room, rest)
+    return [have + extra for have, extra in zip(given, more, strict=True)]
 
 
-def _pour(weights: list[float], rest: int, room: Sequence[int]) -> list[float]:
-    """Water-fill: ``x_i = min(room_i, lam * weight_i)`` with sum `rest`; then evenly."""
-    filled = [0.0] * len(weights)
+def _pour(weights: Sequence[float], rest: int, room: Sequence[int]) -> list[float]:
+    """Real shares ``min(room_l, lambda * weight_l)`` with sum `rest`; weight 0 last, evenly.
+
+    Weights are divided by the largest active one before they are summed: CAKE's preferences
+    reach down to 1e-310, where ``rest / sum`` would overflow.
+    """
+    shares = [0.0] * len(room)
     left = float(rest)
-    for shares in (weights, [1.0] * len(weights)):
-        active = [i for i in range(len(room)) if shares[i] > 0 and filled[i] < room[i]]
+    for tier in (weights, [1.0] * len(room)):
+        active = [i for i, limit in enumerate(room) if tier[i] > 0 and shares[i] < limit]
         while active and left > 0:
-            lam = left / sum(shares[i] for i in active)
-            full = [i for i in active if filled[i] + lam * shares[i] >= room[i]]
+            top = max(tier[i] for i in active)
+            scaled = {i: tier[i] / top for i in active}
+            level = left / sum(scaled.values())
+            full = [i for i in active if level * scaled[i] >= room[i]]
             if not full:
                 for i in active:
-                    filled[i] += lam * shares[i]
-                return filled
+                    shares[i] = level * scaled[i]
+                return shares
             for i in full:
-                left -= room[i] - filled[i]
-                filled[i] = float(room[i])
-            active = [i for i in active if i not in set(full)]
-    return filled
+                shares[i] = float(room[i])
+                left -= room[i]
+            active = [i for i in active if shares[i] < room[i]]
+    return shares
+
+
+def _hand_out(
+    whole: list[int], remainders: Sequence[float], room: Sequence[int], total: int
+) -> list[int]:
+    """`whole` raised to sum `total`: one each to the largest remainders, skipping full layers."""
+    assert sum(whole) <= total <= sum(room), (whole, room, total)
+    out, left = list(whole), total - sum(whole)
+    order = sorted(range(len(out)), key=lambda i: (-remainders[i], i))
+    while left > 0:
+        for i in order:
+            if left > 0 and out[i] < room[i]:
+                out[i] += 1
+                left -= 1
+    return out
 
 
 def round_to_pages(tokens: Sequence[int], plan: PagePlan) -> list[int]:
     """Pages per layer for token budgets, with sum `plan.pages` exactly.
 
-    Largest remainders of ``(n_l - tail) / block_size`` between the window's pages and all pages;
-    ties to the lower layer. A layer ends at most one page from its token budget, unless the
-    floors alone use up what others should have had.
+    Largest remainders of ``(n_l - tail) / block_size`` between the window's pages and all pages,
+    in integers; ties to the lower layer. A layer ends less than a page from its token budget,
+    unless layers that the window's pages lift above theirs take from the others.
 
     Args:
         tokens: tokens per layer n_l, window included.
     """
-    low, high = plan.floor_pages, plan.full_blocks
-    exact = [min(max((n - plan.tail) / plan.block_size, low), high) for n in tokens]
-    pages = [floor(x + _SLACK) for x in exact]
-    left = plan.pages - sum(pages)
-    if left < 0:
-        return apportion([x - low for x in exact], plan.pages, [high] * len(exact), low)
-    order = sorted(range(len(exact)), key=lambda i: (pages[i] - exact[i], i))
-    while left > 0:
-        for i in order:
-            if left > 0 and pages[i] < high:
-                pages[i] += 1
-                left -= 1
-    return pages
+    size, low, high = plan.block_size, plan.floor_pages, plan.full_blocks
+    held = [min(max(n - plan.tail, low * size), high * size) for n in tokens]
+    whole = [n // size for n in held]
+    room = [high] * len(held)
+    if sum(whole) > plan.pages:
+        return apportion([n - low * size for n in held], plan.pages, room, low)
+    return _hand_out(whole, [n % size for n in held], room, plan.pages)

@@ -12,7 +12,7 @@ def top_k(scores: torch.Tensor, keep: int) -> torch.Tensor:
 
     Higher scores first, then lower positions: max pooling makes plateaus of equal scores, so ties
     at the boundary are the normal case, and ``torch.topk`` leaves their order open. NaN ranks
-    last.
+    last, level with -inf.
 
     Args:
         scores: ``[Hkv, n]`` float32.
@@ -32,11 +32,12 @@ def top_k(scores: torch.Tensor, keep: int) -> torch.Tensor:
     if keep == n:
         return torch.arange(n, device=scores.device).expand(heads, n)
     scores = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    boundary = scores.topk(keep, dim=-1, sorted=True).values[:, -1:]
+    boundary = scores.topk(keep, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above, level = scores > boundary, scores == boundary
     room = keep - above.sum(-1, keepdim=True)
     kept = above | (level & (level.cumsum(-1) <= room))
-    return kept.nonzero()[:, 1].view(heads, keep)
+    # the count is known: unlike nonzero, this need not ask a GPU for it
+    return torch.nonzero_static(kept, size=heads * keep)[:, 1].view(heads, keep)
 
 
 SELECTORS: Mapping[str, Selector] = {"topk": top_k}

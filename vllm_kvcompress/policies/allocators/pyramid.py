@@ -1,5 +1,6 @@
 """Budgets that fall from the first layer to the last."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +20,8 @@ class Pyramid:
     base=120. Here x is rounded once and the sum is exact.
 
     Args:
-        beta: steepness, > 1 (20 in the authors' code); larger starves the last layers more.
+        beta: steepness, finite and > 1 (20 in the authors' code); larger starves the last layers
+            more.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -27,8 +29,11 @@ class Pyramid:
     beta: float = 20.0
 
     def __post_init__(self) -> None:
-        if not self.beta > 1:
-            raise ConfigError(f"pyramid.beta must be > 1, got {self.beta}; or use 'uniform'")
+        if not (self.beta > 1 and math.isfinite(self.beta)):
+            raise ConfigError(
+                f"pyramid.beta must be > 1 and finite, got {self.beta}; 20 is usual, and"
+                " 'uniform' is the flat pyramid"
+            )
 
     def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
         """Past tokens to keep in each layer: N ints in [0, P], sum ``N * min(base, P)``."""

@@ -32,4 +32,5 @@ def pool(scores: torch.Tensor, kind: str, kernel: int) -> torch.Tensor:
 
 def group_mean(values: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[Hq, P]`` to ``[Hkv, P]``: mean over the query heads that share a KV head."""
-    return values.view(num_kv_heads, -1, values.shape[-1]).mean(1)
+    heads, length = values.shape
+    return values.reshape(num_kv_heads, heads // num_kv_heads, length).mean(1)

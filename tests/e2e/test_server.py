@@ -1,0 +1,136 @@
+"""A server started as a user starts it, an ordinary OpenAI client, and vLLM's own /metrics."""
+
+import concurrent.futures
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from vllm_kvcompress.demo.server import ENVIRONMENT, serve
+from vllm_kvcompress.demo.text import long_prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+FLAGS = [
+    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
+    *("--kv-compress", "cake", "--kv-budget", "0.1", "--kv-min-prompt", "512"),
+    *("--kv-compress-config", '{"log_requests": true}'),
+]
+
+
+@pytest.fixture(scope="module")
+def server(demo_model, tmp_path_factory):
+    with serve(demo_model, FLAGS, tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
+
+
+@pytest.fixture(scope="module")
+def text(demo_model):
+    from transformers import AutoTokenizer
+
+    return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1500)
+
+
+def test_chat(server, client, text):
+    before = len(server.compressed())
+    answer = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": text}], max_tokens=16, temperature=0
+    )
+    assert answer.usage.prompt_tokens > 1500
+    assert answer.usage.completion_tokens <= 16
+    assert answer.choices[0].message.content
+    done = server.compressed()[before:]
+    assert len(done) == 1
+    assert done[0].prompt_tokens == answer.usage.prompt_tokens
+    assert done[0].blocks_after < done[0].blocks_before / 3
+    assert len(done[0].layer_tokens) == 30
+    assert len(set(done[0].layer_tokens)) > 1  # CAKE gives layers different shares
+
+
+def test_completion_and_streaming_agree(client, text):
+    options = dict(model="demo", prompt=text, max_tokens=24, temperature=0, seed=1)
+    whole = client.completions.create(**options).choices[0].text
+    pieces = [e.choices[0].text for e in client.completions.create(**options, stream=True)]
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole
+
+
+def test_two_clients_at_once(server, text):
+    def ask(prompt: str) -> str:
+        own = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
+        done = own.completions.create(model="demo", prompt=prompt, max_tokens=12, temperature=0)
+        return done.choices[0].text
+
+    prompts = [text, text[: len(text) // 2] + " What is an expression?"]
+    alone = [ask(prompt) for prompt in prompts]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, prompts)) == alone
+
+
+def test_a_short_prompt_is_left_whole(server, client):
+    before = len(server.compressed())
+    client.completions.create(model="demo", prompt="Hello", max_tokens=4, temperature=0)
+    assert len(server.compressed()) == before
+
+
+def test_metrics_show_the_memory_come_back(server, client, text):
+    stream = client.completions.create(
+        model="demo",
+        prompt=text,
+        max_tokens=48,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    usage = []
+    for number, _ in enumerate(stream):
+        if number in (4, 20, 40):
+            usage.append(server.metric("vllm:kv_cache_usage_perc"))
+    total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
+    held = [round(share * total) for share in usage]
+    full = 1500 // 128
+    assert 0 < max(held) <= full // 2
+    assert server.metric("vllm:num_preemptions_total") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
+    import openai
+
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="demo", prompt=text * 4, max_tokens=4)
+    assert client.completions.create(model="demo", prompt="Hello", max_tokens=2).choices
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-compress", "caek"], "did you mean 'cake'"),
+        (["--kv-compress", "cake", "--kv-budget", "1.5"], "budget must be a ratio in"),
+        (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
+    ],
+)
+def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, message):
+    import os
+
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    done = subprocess.run(
+        [vllm, "serve", demo_model, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **ENVIRONMENT},
+        check=False,
+    )
+    assert done.returncode != 0
+    last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1]
+    assert message in last
+    assert not re.search("Loading|load_model", done.stdout + done.stderr)

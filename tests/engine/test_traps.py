@@ -1,0 +1,217 @@
+"""The traps that public attempts at this fell into; each test is named after its number.
+
+Traps of speculative decoding, KV connectors and quantised caches are refused (test_refusals.py).
+"""
+
+import pytest
+import torch
+
+from checkpoints import make, tokens
+from engines import BLOCK, V2, engine, settings
+
+PROMPT = tokens(420, seed=21)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+def watch_packing(llm) -> list:
+    """Every compression of the engine, as (tokens computed so far, plan)."""
+    seen, pack = [], llm.compressor._pack
+
+    def packing(finishing):
+        running = {r.request_id: r for r in llm.scheduler.running}
+        seen.append((running[finishing.todo.request_id].num_computed_tokens, finishing.todo))
+        pack(finishing)
+
+    llm.compressor._pack = packing
+    return seen
+
+
+def test_trap_01_only_the_last_chunk_arms(model):
+    with engine(
+        model,
+        additional_config=settings(),
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        max_model_len=1024,
+    ) as llm:
+        seen = watch_packing(llm)
+        llm.submit("r", PROMPT, 3)
+        for _ in range(len(PROMPT) // 64):
+            llm.step()
+            assert not seen
+        llm.drain()
+        assert [computed for computed, _ in seen] == [len(PROMPT)]
+
+
+def test_trap_02_nothing_is_written_into_a_shared_or_hashed_block(model):
+    with engine(model, additional_config=settings()) as llm:
+        llm.generate([PROMPT], 4)
+        hashed = {b.block_id for b in llm.pool.blocks if b.block_hash is not None}
+        assert len(hashed) == len(PROMPT) // BLOCK
+        pages = llm.compressor.pool.pages
+        ids = torch.tensor(sorted(hashed))
+        flat = torch.cat([llm.compressor.pool.flat_ids(layer, ids) for layer in range(4)])
+        before = pages[flat].clone()
+        llm.generate([PROMPT + tokens(50, seed=1), PROMPT, PROMPT[:200]], 40)
+        assert torch.equal(pages[flat], before)
+
+
+def test_trap_02_a_full_prefix_hit_still_computes_a_window(model):
+    aligned = PROMPT[: 12 * BLOCK]
+    with engine(model, additional_config=settings()) as llm:
+        first = llm.generate([aligned], 6)[0]
+        again = llm.outputs([aligned], 6)[0]
+        assert list(again.outputs[0].token_ids) == first
+        assert again.num_cached_tokens == len(aligned) - BLOCK
+        assert llm.compressor.compressed == 2
+
+
+def test_trap_04_and_05_positions_and_slots_stay_semantic(model):
+    """Every decoded token lies at its position's slot, not at the compressed length's."""
+    with engine(model, additional_config=settings()) as llm:
+        llm.submit("r", PROMPT, 60)
+        llm.step()
+        for _ in range(50):
+            llm.step()
+            request = llm.running()[0]
+            blocks = llm.manager.req_to_blocks[request.request_id]
+            position = request.num_computed_tokens - 1
+            assert not blocks[position // BLOCK].is_null
+            assert len(blocks) == position // BLOCK + 1
+        llm.drain()
+
+
+def test_trap_06_freed_blocks_are_not_allocated_again(model):
+    with engine(model, additional_config=settings()) as llm:
+        llm.submit("r", PROMPT, 90)
+        llm.step()
+        held = [llm.manager.num_blocks_held(llm.running()[0].request_id)]
+        while llm.running():
+            held.append(llm.manager.num_blocks_held(llm.running()[0].request_id))
+            llm.step()
+        assert max(held) - held[0] <= 90 // BLOCK + 1
+
+
+def test_trap_07_preemption_forgets_the_compression(model):
+    with engine(model, additional_config=settings(), max_model_len=1024) as llm:
+        alone = llm.generate([PROMPT], 30)[0]
+        llm.submit("r", PROMPT, 30)
+        for _ in range(10):
+            llm.step()
+        request = llm.running()[0]
+        had = list(request.all_token_ids)
+        assert request.request_id in llm.compressor.pool
+        assert llm.llm.reset_prefix_cache(reset_running_requests=True)
+        assert llm.free_blocks == llm.pool.num_gpu_blocks - 1
+        llm.step()
+        assert llm.compressor.compressed == 3
+        got = llm.drain()
+        answer = next(iter(got.values()))
+        cut = len(had) - len(PROMPT)
+        assert answer[:cut] == alone[:cut]
+        assert answer[cut:] == llm.generate([had], 30 - cut)[0]
+
+
+def test_trap_12_window_of_the_budget_is_never_evicted(model):
+    with engine(model, additional_config=settings("streamingllm", 0.2)) as llm:
+        kept = []
+        from vllm_kvcompress.engine import compressor as module
+
+        original = module.kept_positions
+        module.kept_positions = lambda *a: (kept.append(original(*a)), kept[-1])[1]
+        try:
+            llm.generate([PROMPT], 3)
+        finally:
+            module.kept_positions = original
+        end = len(PROMPT) // BLOCK * BLOCK
+        for positions in kept:
+            count = positions.shape[1]
+            want = [*range(4), *range(end - count + 4, end)]
+            assert positions.tolist() == [want] * len(positions)
+
+
+def test_trap_13_buffers_grow_with_requests_not_with_the_pool(model):
+    with engine(model, additional_config=settings(), max_num_seqs=4, max_model_len=1024) as llm:
+        pool = llm.compressor.pool
+        assert pool._packed.shape == (5, 4, 1024 // BLOCK)
+
+
+def test_trap_14_huge_keys_do_not_overflow(model):
+    with engine(model, additional_config=settings()) as llm:
+        with torch.no_grad():
+            for layer in llm.worker.model_runner.model.model.layers:
+                layer.self_attn.qkv_proj.weight.mul_(60)
+        out = llm.outputs([PROMPT], 6, logprobs=1)[0].outputs[0]
+        assert llm.compressor.compressed == 1
+        values = [v.logprob for step in out.logprobs for v in step.values()]
+        assert all(value == value for value in values)
+
+
+def test_trap_15_what_ranks_must_agree_on_comes_from_lengths_alone(model):
+    """Pages and blocks of a prompt do not depend on what its tokens are."""
+    plans = []
+    with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
+        seen = watch_packing(llm)
+        for seed in range(4):
+            llm.generate([tokens(420, seed=seed)], 2)
+        plans = [todo.plan for _, todo in seen]
+    assert len(plans) == 4
+    assert len(set(plans)) == 1
+
+
+def test_trap_18_the_compressions_are_counted(model):
+    with engine(model, additional_config=settings()) as llm:
+        llm.generate([PROMPT, PROMPT[:100], PROMPT[:200]], 2)
+        assert llm.compressor.compressed == 2
+
+
+def test_trap_19_the_gauge_sees_the_freed_blocks_in_the_same_step(model):
+    with engine(model, additional_config=settings()) as llm:
+        llm.submit("r", PROMPT, 4)
+        llm.step()
+        total = llm.pool.num_gpu_blocks - 1
+        usage = llm.scheduler.make_stats().kv_cache_usage
+        full = -(-len(PROMPT) // BLOCK) / total
+        assert 0 < usage < full / 2
+        llm.drain()
+
+
+@pytest.mark.skipif(V2, reason="the layout of the cache does not depend on the model runner")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa", "qwen3"])
+def test_the_adapter_reads_what_vllm_wrote(name, dtype, checkpoints_folder):
+    """Keys and values as the attention layers received them, found again in the pages."""
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=settings(min_prompt=100_000),
+        dtype=dtype,
+        enable_prefix_caching=False,
+    ) as llm:
+        written = {}
+        context = llm.worker.vllm_config.compilation_config.static_forward_context
+        layers = sorted(context.items(), key=lambda item: int(item[0].split(".")[2]))
+        for index, (_, layer) in enumerate(layers):
+            update = layer.impl.do_kv_cache_update
+
+            def record(lay, key, value, *rest, index=index, update=update):
+                written.setdefault(index, (key.clone(), value.clone()))
+                update(lay, key, value, *rest)
+
+            layer.impl.do_kv_cache_update = record
+        llm.submit("r", PROMPT, 4)
+        llm.step()
+        blocks = llm.manager.req_to_blocks[llm.running()[0].request_id]
+        ids = torch.tensor([block.block_id for block in blocks])
+        compressor = llm.compressor
+        for index, (key, value) in written.items():
+            pages = compressor.pool.flat_ids(index, ids)
+            keys = compressor._keys[pages].permute(0, 3, 1, 2).flatten(0, 1)[: len(PROMPT)]
+            values = compressor._values[pages].permute(0, 2, 1, 3).flatten(0, 1)[: len(PROMPT)]
+            assert torch.equal(keys, key[: len(PROMPT)].view_as(keys))
+            assert torch.equal(values, value[: len(PROMPT)].view_as(values))
+        assert len(written) == len(layers)
+        llm.drain()

@@ -1,0 +1,224 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress_kernels import page_tables
+
+prop = settings(derandomize=True, deadline=None, max_examples=60)
+i32 = torch.int32
+
+
+def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
+    """A random batch: some rows compressed, tables padded with the null block 0."""
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    table = torch.zeros(rows, width, dtype=i32)
+    lengths = torch.zeros(rows, dtype=i32)
+    first = torch.zeros(rows, dtype=i32)
+    count = torch.zeros(rows, layers, dtype=i32)
+    for r in range(rows):
+        tokens = pick(1, width * block)
+        used = -(-tokens // block)
+        table[r, :used] = torch.randperm(blocks_in_pool - 1, generator=generator)[:used].int() + 1
+        lengths[r] = tokens
+        if pick(0, 2):
+            first[r] = pick(0, tokens // block)
+            table[r, : first[r]] = 0  # those blocks went back to the pool
+            for layer in range(layers):
+                count[r, layer] = pick(0, int(first[r]))
+    capacity = int(count.max()) if capacity is None else capacity
+    packed = torch.randint(1000, 2000, (rows, layers, capacity), generator=generator, dtype=i32)
+    return table, lengths, packed, count, first
+
+
+def flat_ids(layout, layers, blocks):
+    """ENGINE section 1: (layer_offset, block_stride)."""
+    if layout == "compact":
+        return torch.arange(layers, dtype=i32) * blocks, 1
+    return torch.arange(layers, dtype=i32), layers
+
+
+def check(case, layer_offset, stride, block):
+    table, lengths, packed, count, first = case
+    rows, width = table.shape
+    before = [x.clone() for x in case]
+    got, got_lengths = page_tables(*case, layer_offset, stride, block)
+    layers = len(layer_offset)
+    assert got.shape == (layers, rows, width)
+    assert got_lengths.shape == (layers, rows)
+    assert got.dtype == got_lengths.dtype == i32
+    assert got.is_contiguous()
+    assert got_lengths.is_contiguous()
+    for layer in range(layers):
+        for r in range(rows):
+            n, skipped = int(count[r, layer]), int(first[r])
+            tokens = int(lengths[r]) + (n - skipped) * block
+            assert int(got_lengths[layer, r]) == tokens
+            used = -(-tokens // block)
+            offset = int(layer_offset[layer])
+            want = [
+                int(packed[r, layer, c])
+                if c < n
+                else offset + stride * int(table[r, c - n + skipped])
+                for c in range(used)
+            ]
+            row = got[layer, r].tolist()
+            assert row[:used] == want
+            owned = {offset + stride * b for b in [0, *table[r].tolist()]}
+            assert set(row[used:]) <= owned
+    assert all(torch.equal(a, b) for a, b in zip(before, case, strict=True))
+    return got, got_lengths
+
+
+@prop
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.sampled_from([1, 16, 32]),
+    st.sampled_from(["compact", "outermost"]),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 20),
+)
+def test_equals_the_loops(rows, layers, width, block, layout, seed, spare):
+    """With room in `packed` that no row uses, also past the width of the table."""
+    torch.manual_seed(seed)
+    case = batch(rows, layers, width, block)
+    case = (*case[:2], torch.nn.functional.pad(case[2], (0, spare), value=-7), *case[3:])
+    check(case, *flat_ids(layout, layers, 50), block)
+
+
+def test_by_hand():
+    # 70 tokens in blocks of 16: 4 full blocks became 2 and 1 pages; block 9 is the tail
+    table = torch.tensor([[0, 0, 0, 0, 9, 0]], dtype=i32)
+    case = (
+        table,
+        torch.tensor([70], dtype=i32),
+        torch.tensor([[[41, 57], [33, 0]]], dtype=i32),
+        torch.tensor([[2, 1]], dtype=i32),
+        torch.tensor([4], dtype=i32),
+    )
+    got, lengths = check(case, *flat_ids("compact", 2, 20), 16)
+    assert got[0, 0, :3].tolist() == [41, 57, 9]
+    assert got[1, 0, :2].tolist() == [33, 29]
+    assert lengths.tolist() == [[38], [22]]
+    got, _ = check(case, *flat_ids("outermost", 2, 20), 16)
+    assert got[0, 0, :3].tolist() == [41, 57, 18]
+    assert got[1, 0, :2].tolist() == [33, 19]
+
+
+@pytest.mark.parametrize("layout", ["compact", "outermost"])
+@pytest.mark.parametrize("capacity", [0, 3])
+def test_uncompressed_rows_read_what_vllm_wrote(layout, capacity):
+    """Whatever `packed` holds; also past the length, where vLLM's row is copied as it is."""
+    table = torch.randint(0, 50, (4, 6), dtype=i32)
+    lengths = torch.tensor([1, 16, 17, 96], dtype=i32)
+    packed = torch.full((4, 3, capacity), 999, dtype=i32)
+    none, first = torch.zeros(4, 3, dtype=i32), torch.zeros(4, dtype=i32)
+    offset, stride = flat_ids(layout, 3, 50)
+    got, got_lengths = check((table, lengths, packed, none, first), offset, stride, 16)
+    assert torch.equal(got, table * stride + offset[:, None, None])
+    assert torch.equal(got_lengths, lengths.expand(3, 4))
+
+
+def test_nothing_kept_but_the_tail():
+    table = torch.tensor([[0, 0, 5, 6]], dtype=i32)
+    case = (
+        table,
+        torch.tensor([50], dtype=i32),
+        torch.zeros(1, 2, 0, dtype=i32),
+        torch.zeros(1, 2, dtype=i32),
+        torch.tensor([2], dtype=i32),
+    )
+    got, lengths = check(case, *flat_ids("outermost", 2, 50), 16)
+    assert got[:, 0, :2].tolist() == [[10, 12], [11, 13]]
+    assert lengths.tolist() == [[18], [18]]
+
+
+def test_all_pages_kept_in_a_full_table():
+    case = (
+        torch.zeros(1, 3, dtype=i32),
+        torch.tensor([48], dtype=i32),
+        torch.tensor([[[7, 8, 9]]], dtype=i32),
+        torch.tensor([[3]], dtype=i32),
+        torch.tensor([3], dtype=i32),
+    )
+    got, lengths = check(case, torch.tensor([100], dtype=i32), 1, 16)
+    assert got.tolist() == [[[7, 8, 9]]]
+    assert lengths.tolist() == [[48]]
+
+
+@pytest.mark.parametrize(("rows", "layers"), [(1, 1), (1, 4), (4, 1), (3, 4)])
+def test_rows_are_dense(rows, layers):
+    """An attention kernel once read a strided row of lengths through a bare pointer."""
+    case = batch(rows, layers, 6, 16)
+    tables, lengths = page_tables(*case, *flat_ids("compact", layers, 50), 16)
+    assert tables.stride() == (rows * 6, 6, 1)
+    assert lengths.is_contiguous()
+    assert tables.is_contiguous()
+    for layer in range(layers):
+        assert tables[layer].is_contiguous()
+        assert lengths[layer].is_contiguous()
+        flat = torch.as_strided(lengths, (rows,), (1,), layer * rows)
+        assert torch.equal(flat, lengths[layer])
+
+
+def test_slices_of_persistent_buffers():
+    """vLLM hands out views of larger buffers."""
+    table, lengths, packed, count, first = batch(3, 2, 6, 16)
+    wide = torch.full((8, 20), 77, dtype=i32)
+    wide[:3, :6] = table
+    held = torch.full((8, 2, 30), 88, dtype=i32)
+    held[:3, :, : packed.shape[2]] = packed
+    offset, stride = flat_ids("outermost", 2, 50)
+    one = page_tables(table, lengths, packed, count, first, offset, stride, 16)
+    views = wide[:3, :6], lengths, held[:3, :, : packed.shape[2]], count, first
+    two = check(views, offset, stride, 16)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_permuting_the_batch_permutes_the_result():
+    case = batch(5, 3, 8, 16)
+    offset, stride = flat_ids("compact", 3, 50)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    one = page_tables(*case, offset, stride, 16)
+    two = page_tables(*(x[order] for x in case), offset, stride, 16)
+    assert all(torch.equal(a[:, order], b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_table": (3, 0)},
+        {"block_table": (4, 6)},
+        {"block_table": (3,)},
+        {"seq_lens": (4,)},
+        {"seq_lens": (3, 1)},
+        {"packed": (4, 2, 5)},
+        {"packed": (3, 1, 5)},
+        {"num_packed": (3, 1)},
+        {"num_packed": (2, 3)},
+        {"layer_offset": (3,)},
+    ],
+    ids=str,
+)
+def test_shapes_are_checked(change):
+    good = {
+        "block_table": (3, 6),
+        "seq_lens": (3,),
+        "packed": (3, 2, 5),
+        "num_packed": (3, 2),
+        "first_block": (3,),
+        "layer_offset": (2,),
+    }
+
+    def call(shapes):
+        return page_tables(*(torch.zeros(s, dtype=i32) for s in shapes.values()), 1, 16)
+
+    call(good)
+    with pytest.raises(ValueError, match=r"page_tables: |values to unpack"):
+        call(good | change)

@@ -1,0 +1,270 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress_kernels import window_scores
+
+prop = settings(derandomize=True, deadline=None, max_examples=40)
+close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+
+
+def slow(q, k, scale):
+    """METHODS 1.4, 2.3 and 4.5 in float64 by loops: q ``[Hq, w, d]``, k ``[Hkv, S, d]``."""
+    heads, w, _ = q.shape
+    group, tokens = heads // len(k), k.shape[1]
+    past = tokens - w
+    a = np.zeros((heads, w, tokens))
+    entropy = 0.0
+    for h in range(heads):
+        for i in range(w):
+            seen = past + i + 1
+            s = scale * (k[h // group, :seen] @ q[h, i])
+            lse = s.max() + math.log(np.exp(s - s.max()).sum())
+            a[h, i, :seen] = np.exp(s - lse)
+            entropy -= (a[h, i, :past] * (s[:past] - lse)).sum()
+    cut = a[:, :, :past]
+    mean = cut.mean(1, keepdims=True)
+    variance = ((cut - mean) ** 2).sum(1) / (w - 1) if w > 1 else None
+    return a, cut.sum(1), variance, entropy
+
+
+def paged(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
+    """Pages of k in random order, NaN in all that must not be read: (key_pages, pages)."""
+    heads, tokens, dim = k.shape
+    count = -(-tokens // block)
+    rng = np.random.RandomState(seed)
+    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
+    if interleave:  # [N, block, Hkv, 2 * D]: the keys of one token lie beside its values
+        store = torch.full((count + spare, block, heads, 2 * dim), torch.nan, dtype=dtype)
+        view = store[..., :dim].permute(0, 2, 3, 1)
+    else:
+        view = torch.full((count + spare, heads, dim, block), torch.nan, dtype=dtype)
+    for j in range(tokens):
+        view[pages[j // block], :, :, j % block] = k[:, j]
+    return view, pages
+
+
+def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, **how):
+    dtype = how.get("dtype", torch.float32)
+    rng = np.random.RandomState(seed)
+    q = torch.from_numpy(q_scale * rng.standard_normal((heads, w, dim))).to(dtype)
+    k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
+    view, pages = paged(k, block, seed=seed, **how)
+    got = window_scores(q.transpose(0, 1), view, pages, tokens, dim**-0.5, variance=w > 1)
+    _, total, variance, entropy = slow(q.double().numpy(), k.double().numpy(), dim**-0.5)
+    assert got.total.shape == (heads, tokens - w)
+    assert got.total.dtype == torch.float32
+    np.testing.assert_allclose(got.total, total, **close)
+    np.testing.assert_allclose(got.entropy, entropy, **close)
+    if w > 1:
+        assert got.variance.dtype == torch.float32
+        np.testing.assert_allclose(got.variance, variance, **close)
+        np.testing.assert_allclose(got.shift, variance.sum(), **close)
+    assert got.entropy.shape == got.shift.shape == ()
+    return got
+
+
+@pytest.mark.parametrize(
+    ("seed", "heads", "kv_heads", "tokens", "dim", "w"),
+    [
+        (11, 2, 2, 12, 4, 3),
+        (12, 4, 2, 20, 4, 4),
+        (13, 4, 1, 37, 8, 8),
+        (14, 6, 2, 101, 16, 16),
+        (15, 9, 3, 257, 64, 32),
+        (17, 3, 1, 5, 4, 4),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 16, 128])
+def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, w, block):
+    compare(heads, kv_heads, tokens, w, dim, block, seed=seed, q_scale=1.5)
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 33, 48, 511, 512, 513, 1024, 1040])
+@pytest.mark.parametrize("w", [1, 2, 14])
+def test_lengths_around_blocks_and_tiles(tokens, w):
+    compare(4, 2, tokens, w, seed=tokens)
+
+
+@pytest.mark.parametrize("block", [512, 528, 1024])
+def test_blocks_as_long_as_a_tile(block):
+    compare(2, 1, block + 5, 8, block=block)
+
+
+@pytest.mark.parametrize("w", range(1, 20))
+def test_every_window(w):
+    compare(4, 2, 20, w, block=8)
+
+
+@pytest.mark.parametrize("w", [500, 600, 1029])
+def test_windows_over_several_tiles(w):
+    """Early rows see nothing at all of the last tile."""
+    compare(2, 1, 1030, w, dim=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+def test_dtypes_and_strides(heads, kv_heads, interleave, dtype):
+    compare(heads, kv_heads, 75, 9, dtype=dtype, interleave=interleave)
+
+
+@prop
+@given(
+    st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (8, 1)]),
+    st.integers(2, 90),
+    st.sampled_from([1, 3, 8, 16, 32]),
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    st.booleans(),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_any_shape(heads, tokens, block, q_scale, interleave, seed, data):
+    w = data.draw(st.integers(1, tokens - 1))
+    compare(
+        *heads,
+        tokens,
+        w,
+        dim=4,
+        block=block,
+        seed=seed,
+        q_scale=q_scale,
+        interleave=interleave,
+    )
+
+
+def test_sharp_attention_stays_finite():
+    """Logits in the thousands: A is 0 or 1 and 0 log 0 is 0."""
+    got = compare(2, 1, 40, 4, q_scale=3000.0)
+    assert all(x.isfinite().all() for x in got)
+
+
+def test_flat_attention():
+    """Keys that all look alike: row i spreads 1 over P + i + 1 tokens."""
+    past, w = 27, 5
+    view, pages = paged(torch.ones(1, past + w, 4), 16)
+    got = window_scores(torch.randn(w, 2, 4), view, pages, past + w, 0.5, variance=True)
+    each = [1 / (past + i + 1) for i in range(w)]
+    np.testing.assert_allclose(got.total, np.full((2, past), sum(each)), **close)
+    np.testing.assert_allclose(got.variance, np.full((2, past), np.var(each, ddof=1)), **close)
+    entropy = 2 * past * sum(-x * math.log(x) for x in each)
+    assert got.entropy.item() == pytest.approx(entropy, rel=1e-5)
+
+
+@prop
+@given(st.integers(2, 120), st.integers(0, 1000), st.data())
+def test_rows_sum_to_one_over_all_keys(tokens, seed, data):
+    """The past is not renormalised: it holds what the window's own keys leave."""
+    w = data.draw(st.integers(1, tokens - 1))
+    rng = np.random.RandomState(seed)
+    q, k = rng.standard_normal((2, w, 4)), rng.standard_normal((2, tokens, 4))
+    view, pages = paged(torch.from_numpy(k).float(), 16, seed=seed)
+    query = torch.from_numpy(q).float().transpose(0, 1)
+    got = window_scores(query, view, pages, tokens, 0.5, variance=False)
+    a = slow(q, k, 0.5)[0]
+    own = a[:, :, tokens - w :].sum((1, 2))
+    np.testing.assert_allclose(got.total.sum(1).numpy() + own, w, rtol=1e-4)
+    assert (got.total >= 0).all()
+    assert (got.total.sum(1) < w).all()
+
+
+def test_variance_is_optional():
+    k = torch.randn(2, 40, 8)
+    view, pages = paged(k, 16)
+    q = torch.randn(4, 4, 8)
+    full = window_scores(q, view, pages, 40, 0.3, variance=True)
+    less = window_scores(q, view, pages, 40, 0.3, variance=False)
+    assert less.variance is None
+    assert less.shift.item() == 0
+    assert torch.equal(less.total, full.total)
+    assert torch.equal(less.entropy, full.entropy)
+    assert full.shift.item() == pytest.approx(full.variance.sum().item(), rel=1e-6)
+
+
+def test_gqa_equals_repeated_kv_heads():
+    k = torch.randn(2, 50, 8)
+    q = torch.randn(7, 6, 8)
+    shared = window_scores(q, *paged(k, 16), 50, 0.3, variance=True)
+    repeated = window_scores(q, *paged(k.repeat_interleave(3, 0), 16), 50, 0.3, variance=True)
+    for a, b in zip(shared, repeated, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 32, 512])
+def test_block_size_does_not_matter(block):
+    k, q = torch.randn(2, 600, 8), torch.randn(7, 4, 8)
+    one = window_scores(q, *paged(k, 600), 600, 0.3, variance=True)
+    two = window_scores(q, *paged(k, block, seed=3), 600, 0.3, variance=True)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_inputs_are_left_alone():
+    view, pages = paged(torch.randn(2, 40, 8), 16, spare=0)
+    view = view.nan_to_num(5.0)
+    q = torch.randn(4, 4, 8)
+    before = [x.clone() for x in (view, pages, q)]
+    window_scores(q, view, pages, 40, 0.3, variance=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, (view, pages, q), strict=True))
+
+
+def test_strided_query():
+    """A slice of a batch, and heads cut from a fused projection."""
+    view, pages = paged(torch.randn(2, 40, 8), 16)
+    fused = torch.randn(9, 4, 24)
+    q = fused[3:8, :, 8:16]
+    one = window_scores(q, view, pages, 40, 0.3, variance=True)
+    two = window_scores(q.contiguous(), view, pages, 40, 0.3, variance=True)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+GOOD = {
+    "query": (4, 4, 8),
+    "key_pages": (5, 2, 8, 16),
+    "pages": (3,),
+    "tokens": 40,
+    "variance": True,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query": (4, 8)},
+        {"query": (4, 4, 8, 1)},
+        {"query": (4, 4, 6)},
+        {"query": (4, 3, 8)},
+        {"query": (0, 4, 8)},
+        {"query": (40, 4, 8)},
+        {"query": (41, 4, 8)},
+        {"query": (1, 4, 8)},
+        {"key_pages": (5, 2, 8)},
+        {"key_pages": (5, 2, 16, 8)},
+        {"pages": (2,)},
+        {"pages": (4,)},
+        {"pages": (1, 3)},
+        {"tokens": 49},
+        {"tokens": 32},
+        {"tokens": 4},
+        {"tokens": 0},
+    ],
+    ids=str,
+)
+def test_shapes_are_checked(change):
+    def call(case):
+        return window_scores(
+            torch.zeros(case["query"]),
+            torch.zeros(case["key_pages"]),
+            torch.zeros(case["pages"], dtype=torch.int64),
+            case["tokens"],
+            1.0,
+            variance=case["variance"],
+        )
+
+    call(GOOD)
+    with pytest.raises(ValueError, match=r"window_scores: |values to unpack"):
+        call(GOOD | change)

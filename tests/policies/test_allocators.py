@@ -1,0 +1,217 @@
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import LayerStats, Prompt
+from vllm_kvcompress.policies.allocators import ALLOCATORS
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+
+prop = settings(derandomize=True, deadline=None, max_examples=100)
+
+
+def prompt(n, budget, window, tokens):
+    return Prompt(num_layers=n, tokens=tokens, window=window, budget=budget)
+
+
+def weighted(*weights):
+    """Statistics whose preference is `weights` at tau1 = tau2 = 1."""
+    return [LayerStats(entropy=1.0, shift=float(w)) for w in weights]
+
+
+@st.composite
+def prompts(draw):
+    window = draw(st.integers(0, 64))
+    budget = draw(st.integers(window + 1, 2000))
+    tokens = draw(st.integers(window + 1, 4000))
+    return prompt(draw(st.integers(1, 48)), budget, window, tokens)
+
+
+stats_value = st.floats(1e-30, 1e6) | st.just(0.0)
+
+
+def test_names():
+    assert dict(ALLOCATORS) == {"uniform": Uniform, "pyramid": Pyramid, "cake": Cake}
+    assert [a.needs_stats for a in ALLOCATORS.values()] == [False, False, True]
+
+
+@prop
+@given(prompts(), st.data())
+def test_sum_and_caps(p, data):
+    stats = data.draw(
+        st.lists(
+            st.builds(LayerStats, entropy=stats_value, shift=stats_value),
+            min_size=p.num_layers,
+            max_size=p.num_layers,
+        )
+    )
+    beta = data.draw(st.floats(1.01, 1e4))
+    tau = data.draw(st.tuples(st.floats(0.2, 2), st.floats(0.4, 3)))
+    for allocator in (Uniform(), Pyramid(beta=beta), Cake(tau1=tau[0], tau2=tau[1])):
+        past = allocator.allocate(p, stats)
+        assert len(past) == p.num_layers
+        assert sum(past) == min(p.num_layers * p.base, p.num_layers * p.past)
+        assert all(0 <= b <= p.past and type(b) is int for b in past)
+
+
+# -- uniform ----------------------------------------------------------------------------------
+
+
+@prop
+@given(prompts())
+def test_uniform(p):
+    assert Uniform().allocate(p) == [min(p.budget, p.tokens) - p.window] * p.num_layers
+
+
+# -- pyramid ----------------------------------------------------------------------------------
+
+
+def test_pyramid_worked_example():
+    assert Pyramid().allocate(prompt(4, 20, 4, 100)) == [31, 21, 11, 1]
+
+
+@pytest.mark.parametrize("layers", [30, 32])
+def test_pyramid_does_not_overspend_where_the_authors_code_does(layers):
+    assert sum(Pyramid().allocate(prompt(layers, 128, 8, 2000))) == layers * 120
+
+
+def test_pyramid_hi_is_cut_to_the_prompt():
+    # base 60, P 80: hi 117 -> 80, lo 40; 80, 66.67, 53.33, 40
+    assert Pyramid().allocate(prompt(4, 70, 10, 90)) == [80, 67, 53, 40]
+
+
+def test_pyramid_one_layer():
+    assert Pyramid().allocate(prompt(1, 20, 4, 100)) == [16]
+
+
+@prop
+@given(prompts(), st.floats(1.01, 1e3))
+def test_pyramid_falls(p, beta):
+    past = Pyramid(beta=beta).allocate(p)
+    assert past == sorted(past, reverse=True)
+
+
+@prop
+@given(prompts(), st.floats(1.01, 1e3))
+def test_pyramid_is_within_a_token_of_the_line(p, beta):
+    assume(p.num_layers > 1)
+    base, past = min(p.base, p.past), p.past
+    lo = base / beta
+    hi = 2 * base - lo
+    if hi > past:
+        hi, lo = past, 2 * base - past
+    line = [hi - i * (hi - lo) / (p.num_layers - 1) for i in range(p.num_layers)]
+    got = Pyramid(beta=beta).allocate(p)
+    assert all(abs(b - x) < 1 + 1e-6 for b, x in zip(got, line, strict=True))
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0, -3.0, math.nan])
+def test_pyramid_refuses(beta):
+    with pytest.raises(ConfigError, match="beta must be > 1"):
+        Pyramid(beta=beta)
+
+
+# -- CAKE -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "budget", "window", "tokens", "expected"),
+    [
+        ((3, 1), 12, 4, 100, [12, 4]),
+        ((3, 1), 12, 4, 14, [10, 6]),
+        ((1, 20, 20, 100), 15, 4, 24, [0, 12, 12, 20]),
+        ((0, 0, 0), 6, 4, 100, [2, 2, 2]),
+        ((5, 0, 0), 7, 4, 8, [4, 3, 2]),
+    ],
+)
+def test_cake_worked_examples(weights, budget, window, tokens, expected):
+    p = prompt(len(weights), budget, window, tokens)
+    assert Cake().allocate(p, weighted(*weights)) == expected
+
+
+@prop
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e4), st.floats(1e-6, 1e2)), min_size=1, max_size=20),
+    st.floats(0.2, 2),
+    st.floats(0.4, 3),
+)
+def test_cake_preferences_are_ratios_of_the_equation(values, tau1, tau2):
+    got = Cake(tau1=tau1, tau2=tau2).preferences(
+        [LayerStats(entropy=h, shift=v) for h, v in values]
+    )
+    want = [h ** (1 / tau1) * v ** (1 / tau2) for h, v in values]
+    assert max(got) == 1.0
+    assert got == pytest.approx([x / max(want) for x in want], rel=1e-9)
+
+
+def test_cake_preference_of_tiny_mha():
+    """METHODS 4.5: P(1.6, 0.4) = 0.00993233021 for H and V of the shape check."""
+    tiny = LayerStats(entropy=9.68691241, shift=0.0895930078)
+    unit = LayerStats(entropy=1.0, shift=1.0)
+    share = Cake(tau1=1.6, tau2=0.4).preferences([tiny, unit])
+    assert share == pytest.approx([0.00993233021, 1.0], rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    "zero", [LayerStats(entropy=0.0, shift=2.0), LayerStats(entropy=2.0, shift=0.0)]
+)
+def test_cake_without_entropy_or_shift_weighs_nothing(zero):
+    some = LayerStats(entropy=2.0, shift=2.0)
+    assert Cake().preferences([zero, some]) == [0.0, 1.0]
+    assert Cake().preferences([zero, zero]) == [0.0, 0.0]
+    assert Cake().allocate(prompt(2, 8, 4, 100), [zero, zero]) == [4, 4]
+
+
+def test_cake_raw_values_beyond_float64_still_have_ratios():
+    small = [LayerStats(entropy=1e-200, shift=h * 1e-200) for h in (3.0, 1.0)]
+    large = [LayerStats(entropy=1e200, shift=h * 1e200) for h in (3.0, 1.0)]
+    for stats in (small, large):
+        assert Cake().preferences(stats) == pytest.approx([1.0, 1 / 3], rel=1e-9)
+
+
+@prop
+@given(prompts(), st.floats(0.05, 3), st.data())
+def test_cake_sum_is_exact_at_any_tau(p, tau2, data):
+    """The configuration allows any tau > 0: preferences then reach float64's subnormals."""
+    stats = [
+        LayerStats(entropy=1.0, shift=v)
+        for v in data.draw(
+            st.lists(st.floats(1e-20, 1e2), min_size=p.num_layers, max_size=p.num_layers)
+        )
+    ]
+    past = Cake(tau2=tau2).allocate(p, stats)
+    assert sum(past) == p.num_layers * min(p.base, p.past)
+
+
+def test_cake_sum_is_exact_where_preferences_are_subnormal():
+    """One layer is full, the others share 1e-310 each: tau2 = 0.1, V 31 decades apart."""
+    stats = weighted(1.0, 1e-31, 1e-31)
+    past = Cake(tau2=0.1).allocate(prompt(3, 9, 4, 14), stats)
+    assert past == [10, 3, 2]
+
+
+@prop
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=12), prompts())
+def test_cake_shares_follow_any_common_factor(shifts, p):
+    """Sums or means over heads, rows and columns: a common factor cancels (METHODS 2.3)."""
+    p = prompt(len(shifts), p.budget, p.window, p.tokens)
+    one = Cake().allocate(p, weighted(*shifts))
+    two = Cake().allocate(p, weighted(*(s * 7.5 for s in shifts)))
+    assert all(abs(a - b) <= 1 for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("stats", [None, [], weighted(1.0), weighted(1.0, 2.0, 3.0)])
+def test_cake_needs_the_statistics_of_every_layer(stats):
+    with pytest.raises(ValueError, match="statistics of 2 layers"):
+        Cake().allocate(prompt(2, 8, 4, 100), stats)
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["tau1", "tau2"])
+def test_cake_refuses(name, tau):
+    with pytest.raises(ConfigError, match=f"cake.{name} must be a finite number > 0"):
+        Cake(**{name: tau})

@@ -1,0 +1,413 @@
+import json
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.config import MAX_WINDOW, METHODS, PRESETS, CompressionConfig, parse_budget
+from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.plan import Prompt
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.scorers.cake import CakeIndicator
+from vllm_kvcompress.policies.scorers.position import StreamingLLM
+from vllm_kvcompress.policies.scorers.window import SnapKV
+from vllm_kvcompress.policies.selectors import top_k
+
+prop = settings(derandomize=True, deadline=None, max_examples=100)
+NAN, INF = math.nan, math.inf
+
+
+def parse(compress="cake", **more):
+    return CompressionConfig.parse({"compress": compress, **more})
+
+
+def refused(*words, raw=None, **settings_):
+    """The message of the refusal; it must be one line and hold every word."""
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse(raw if raw is not None else {"compress": "cake", **settings_})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    return message
+
+
+# -- defaults ---------------------------------------------------------------------------------
+
+
+def test_off_by_default():
+    config = CompressionConfig.parse({})
+    assert config == CompressionConfig()
+    assert not config.enabled
+    assert METHODS == ("off", "snapkv", "pyramidkv", "streamingllm", "cake")
+
+
+@pytest.mark.parametrize(
+    ("name", "allocator", "scorer", "window"),
+    [
+        ("snapkv", Uniform(), SnapKV(pooling="max", kernel=7), 32),
+        ("pyramidkv", Pyramid(beta=20.0), SnapKV(pooling="max", kernel=7), 32),
+        ("streamingllm", Uniform(), StreamingLLM(sinks=4), 0),
+        ("cake", Cake(tau1=1.0, tau2=1.0), CakeIndicator(gamma=200.0, kernel=5), 32),
+    ],
+)
+def test_presets(name, allocator, scorer, window):
+    """METHODS section 0, REC rows; StreamingLLM's own window is its ranking."""
+    config = parse(name)
+    assert config.enabled
+    assert config.build_allocator() == allocator
+    assert config.build_scorer() == scorer
+    assert config.build_selector() is top_k
+    assert config.resolved_window == window
+    assert (config.budget, config.min_prompt, config.log_requests) == (0.2, 1024, False)
+    assert set(PRESETS) == set(METHODS) - {"off"}
+
+
+def test_replacements():
+    config = parse(
+        "snapkv",
+        allocator="pyramid",
+        scorer="cake",
+        selector="topk",
+        window=8,
+        allocator_params={"beta": 10},
+        scorer_params={"kernel": 3, "gamma": 1},
+    )
+    assert config.build_allocator() == Pyramid(beta=10)
+    assert config.build_scorer() == CakeIndicator(gamma=1, kernel=3)
+    assert config.resolved_window == 8
+
+
+# -- budget -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.1, 0.1),
+        ("0.1", 0.1),
+        (1.0, 1.0),
+        ("1.0", 1.0),
+        (1e-5, 1e-5),
+        ("1e-5", 1e-5),
+        (1024, 1024),
+        ("1024", 1024),
+    ],
+)
+def test_budget(value, expected):
+    for got in (parse_budget(value), parse(budget=value).budget):
+        assert got == expected
+        assert type(got) is type(expected)
+
+
+BAD_BUDGETS = [
+    0, -1, 1.5, "ten", NAN, True, INF, False, None, 0.0, -0.1, -INF, "0", "-1", "1.5", "nan", "inf",
+    "", "True", "10%", [0.1], {"ratio": 0.1}, 1j, 1.0000001,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD_BUDGETS, ids=repr)
+def test_budget_is_refused(value):
+    rule = "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer"
+    refused(rule, repr(value), budget=value)
+    with pytest.raises(ConfigError):
+        parse_budget(value)
+
+
+@pytest.mark.parametrize("budget", [1, 31, 32])
+def test_budget_must_exceed_the_window(budget):
+    refused(f"budget={budget}", "window of 32", "above 32", budget=budget)
+    assert parse(budget=33).budget == 33
+    assert parse(budget=3, window=2).budget == 3
+
+
+def test_budget_of_one_hints_at_one_point_zero():
+    assert "write 1.0" in refused(budget=1)
+    assert "1.0" not in refused(budget=2)
+    assert parse("streamingllm", budget=1).budget == 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens", "expected"),
+    [
+        (0.1, 6000, 600),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.07, 700, 49),
+        (1.0, 777, 777),
+        (0.2, 1029, 205),
+        (1e-5, 200_000, 2),
+        (0.1, 9, 1),
+        ("0.1", 6000, 600),
+        (50, 6000, 50),
+        (50, 10, 50),
+    ],
+)
+def test_tokens_per_layer(budget, tokens, expected):
+    assert parse("streamingllm", budget=budget).tokens_per_layer(tokens) == expected
+
+
+@prop
+@given(st.integers(1, 10**4), st.integers(1, 2 * 10**6), st.integers(2, MAX_WINDOW))
+def test_ratio_is_exact_as_written(parts, tokens, window):
+    ratio = parts / 10**4
+    got = parse(budget=ratio, window=window).tokens_per_layer(tokens)
+    assert got == max(parts * tokens // 10**4, window + 1)
+
+
+@prop
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 10**6))
+def test_ratio_floor(ratio, tokens):
+    got = parse("streamingllm", budget=ratio).tokens_per_layer(tokens)
+    assert got == max(math.floor(Fraction(str(float(ratio))) * tokens), 1)
+
+
+def test_numpy_ratio():
+    config = parse(budget=np.float64(0.1))
+    assert config.tokens_per_layer(6000) == 600
+    assert CompressionConfig.parse(json.loads(json.dumps(config.to_additional_config()))) == config
+
+
+def test_prompt():
+    assert parse(budget=0.1).prompt(24, 6000) == Prompt(
+        num_layers=24, tokens=6000, window=32, budget=600
+    )
+    assert parse(budget=0.1).prompt(24, 100).budget == 33
+
+
+# -- whole numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["window", "min_prompt"])
+@pytest.mark.parametrize("value", [-1, 1.5, "ten", NAN, True, False, INF, -INF, "1.5", [8], "", {}])
+def test_whole_numbers(key, value):
+    refused(key, repr(value), **{key: value})
+
+
+@pytest.mark.parametrize("key", ["window", "min_prompt"])
+@pytest.mark.parametrize("value", [64, "64", 64.0])
+def test_whole_numbers_in_other_types(key, value):
+    got = getattr(parse(**{key: value}), key)
+    assert got == 64
+    assert type(got) is int
+
+
+def test_min_prompt_cannot_be_none():
+    refused("min_prompt", min_prompt=None)
+
+
+def test_window_has_a_limit():
+    refused("window", "1024", window=MAX_WINDOW + 1)
+    assert parse(window=MAX_WINDOW).resolved_window == MAX_WINDOW
+
+
+def test_window_of_cake():
+    """A sample variance over one row does not exist (METHODS 2.3)."""
+    for window in (0, 1):
+        refused("window", f"got {window}", window=window)
+        refused("window", raw={"compress": "snapkv", "allocator": "cake", "window": window})
+        refused("window", raw={"compress": "snapkv", "scorer": "cake", "window": window})
+    refused("variance", "at least 2", window=1)
+    refused("at least 2", raw={"compress": "streamingllm", "allocator": "cake"})
+    assert parse(window=2).resolved_window == 2
+
+
+def test_window_of_snapkv():
+    for name in ("snapkv", "pyramidkv"):
+        refused("at least 1, got 0", raw={"compress": name, "window": 0})
+        assert parse(name, window=1).resolved_window == 1
+    refused("at least 1", raw={"compress": "streamingllm", "scorer": "snapkv"})
+    assert parse("streamingllm", window=0).resolved_window == 0
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "suggestion"),
+    [
+        ({"compress": "cakes"}, "cake"),
+        ({"compress": "snap-kv"}, "snapkv"),
+        ({"compress": "Pyramidkv"}, "pyramidkv"),
+        ({"compress": "streaming"}, "streamingllm"),
+        ({"compres": "cake"}, "compress"),
+        ({"compress": "cake", "budgets": 0.1}, "budget"),
+        ({"compress": "cake", "min-prompt": 5}, "min_prompt"),
+        ({"compress": "cake", "allocator": "pyramids"}, "pyramid"),
+        ({"compress": "cake", "scorer": "snap"}, "snapkv"),
+        ({"compress": "cake", "selector": "top_k"}, "topk"),
+        ({"compress": "cake", "allocator_params": {"tau": 1}}, "tau"),
+        ({"compress": "cake", "scorer_params": {"kernal": 5}}, "kernel"),
+        ({"compress": "snapkv", "scorer_params": {"pool": "avg"}}, "pooling"),
+    ],
+    ids=str,
+)
+def test_unknown_names_suggest_the_nearest(raw, suggestion):
+    refused(f"did you mean '{suggestion}", raw=raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"compress": "zzz"},
+        {"compress": None},
+        {"compress": True},
+        {"compress": 3},
+        {"compress": ""},
+        {"zzz": 1},
+        {3: 1},
+        {"compress": "cake", "allocator": "zzz"},
+        {"compress": "cake", "scorer": "zzz"},
+        {"compress": "cake", "selector": "zzz"},
+        {"compress": "cake", "allocator_params": {"zzz": 1}},
+        {"compress": "cake", "allocator_params": {3: 1}},
+        {"compress": "cake", "allocator": 3},
+        {"compress": "cake", "log_requests": "perhaps"},
+    ],
+    ids=str,
+)
+def test_other_unknown_names(raw):
+    assert "did you mean" not in refused(raw=raw)
+
+
+def test_unknown_names_list_the_known():
+    refused("'cake', 'off', 'pyramidkv', 'snapkv', 'streamingllm'", raw={"compress": "zzz"})
+    refused("'cake', 'pyramid', 'uniform'", allocator="zzz")
+    refused("'cake', 'snapkv', 'streamingllm'", scorer="zzz")
+    refused("'gamma', 'kernel'", scorer_params={"zzz": 1})
+    refused("'budget', 'compress'", raw={"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    "raw", [None, "cake", 0.1, True, [("compress", "cake")], {"cake"}], ids=str
+)
+def test_settings_are_an_object(raw):
+    with pytest.raises(ConfigError, match="must be an object"):
+        CompressionConfig.parse(raw)
+
+
+# -- parameters -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [0, -1, 2, 4, 5.0, 1.5, "5", "ten", NAN, True, INF, None, [5]])
+@pytest.mark.parametrize("preset", ["cake", "snapkv"])
+def test_kernel_is_odd_and_whole(preset, kernel):
+    refused(raw={"compress": preset, "scorer_params": {"kernel": kernel}})
+
+
+@pytest.mark.parametrize("sinks", [-1, 4.0, 1.5, "ten", NAN, True, INF])
+def test_sinks_are_whole(sinks):
+    refused("sinks", raw={"compress": "streamingllm", "scorer_params": {"sinks": sinks}})
+
+
+def test_parameters_cannot_be_none():
+    refused("scorer_params", "None", raw={"compress": "cake", "scorer_params": {"kernel": None}})
+
+
+@pytest.mark.parametrize("gamma", [-1, -0.5, "ten", NAN, True, INF])
+def test_gamma(gamma):
+    refused("gamma", repr(gamma), scorer_params={"gamma": gamma})
+    assert parse(scorer_params={"gamma": 0}).build_scorer().gamma == 0
+
+
+@pytest.mark.parametrize("tau", [0, -1, 0.0, "ten", NAN, True, INF])
+@pytest.mark.parametrize("name", ["tau1", "tau2"])
+def test_tau(name, tau):
+    refused(name, repr(tau), allocator_params={name: tau})
+
+
+@pytest.mark.parametrize("beta", [1, 1.0, 0, -1, 0.5, "ten", NAN, True, INF])
+def test_beta(beta):
+    """JSON has no infinity, so it could not travel to the workers."""
+    refused("beta", repr(beta), raw={"compress": "pyramidkv", "allocator_params": {"beta": beta}})
+
+
+@pytest.mark.parametrize("kind", ["mean", "", 3, True])
+def test_pooling(kind):
+    refused("pooling", repr(kind), raw={"compress": "snapkv", "scorer_params": {"pooling": kind}})
+
+
+@pytest.mark.parametrize("key", ["allocator_params", "scorer_params"])
+@pytest.mark.parametrize("value", ["beta=10", 3, True, None, ["beta", 10], [1]])
+def test_params_are_objects(key, value):
+    refused(key, **{key: value})
+
+
+# -- one value, many processes ----------------------------------------------------------------
+
+FULL = {
+    "compress": "snapkv",
+    "budget": 0.15,
+    "window": 16,
+    "min_prompt": 0,
+    "allocator": "cake",
+    "scorer": "cake",
+    "selector": "topk",
+    "allocator_params": {"tau1": 1.6, "tau2": 0.4},
+    "scorer_params": {"kernel": 3, "gamma": 100.5},
+    "log_requests": True,
+}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        *({"compress": name} for name in METHODS),
+        {"compress": "cake", "budget": 1024},
+        {"compress": "cake", "budget": 1.0},
+        {"compress": "cake", "budget": "0.3", "window": "8"},
+        {"compress": "cake", "budget": 0.2, "window": 32, "min_prompt": 1024},
+        {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
+        {"compress": "off", "budget": 0.3},
+        FULL,
+    ],
+    ids=str,
+)
+def test_equal_after_json_and_pickle(raw):
+    config = CompressionConfig.parse(raw)
+    plain = config.to_additional_config()
+    from_json = CompressionConfig.parse(json.loads(json.dumps(plain, allow_nan=False)))
+    for other in (from_json, pickle.loads(pickle.dumps(config)), CompressionConfig.parse(raw)):
+        assert other == config
+        assert hash(other) == hash(config)
+        assert other.budget == config.budget
+        assert type(other.budget) is type(config.budget)
+        assert other.to_additional_config() == plain
+    assert CompressionConfig.parse(config) is config
+
+
+def test_every_field_reaches_additional_config():
+    assert CompressionConfig.parse(FULL).to_additional_config() == FULL
+    assert set(FULL) == set(CompressionConfig.model_fields)
+    assert CompressionConfig().to_additional_config() == {"compress": "off"}
+
+
+def test_order_of_parameters_is_no_difference():
+    one = parse(scorer_params={"gamma": 1.0, "kernel": 3})
+    two = parse(scorer_params={"kernel": 3, "gamma": 1.0})
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != parse(scorer_params={"kernel": 5, "gamma": 1.0})
+
+
+def test_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        parse().budget = 0.5
+
+
+def test_input_is_left_alone():
+    raw = {"compress": "cake", "scorer_params": {"kernel": 3}}
+    CompressionConfig.parse(raw)
+    assert raw == {"compress": "cake", "scorer_params": {"kernel": 3}}
+
+
+def test_errors_are_value_errors_of_ours():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, KVCompressError)

@@ -1,0 +1,186 @@
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.pipeline import kept_positions, layer_pages
+from vllm_kvcompress.plan import LayerStats, PagePlan, Prompt, WindowColumns, page_plan
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.scorers.position import StreamingLLM
+from vllm_kvcompress.policies.selectors import top_k
+
+prop = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def plan_of(layers, tokens, block, window, budget):
+    p = Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget)
+    return page_plan(p, block)
+
+
+@st.composite
+def plans(draw):
+    """Windows shorter and longer than the tail, and than a block."""
+    block = draw(st.sampled_from([1, 4, 8, 16]))
+    window = draw(st.integers(0, 3 * block))
+    tokens = draw(st.integers(window + 1, window + 20 * block))
+    budget = draw(st.integers(window + 1, tokens))
+    plan = plan_of(draw(st.integers(1, 8)), tokens, block, window, budget)
+    assume(plan is not None)
+    return plan
+
+
+@st.composite
+def plans_with_stats(draw):
+    plan = draw(plans())
+    value = st.floats(1e-6, 1e3) | st.just(0.0)
+    stats = st.builds(LayerStats, entropy=value, shift=value)
+    return plan, draw(st.lists(stats, min_size=plan.num_layers, max_size=plan.num_layers))
+
+
+# -- pages per layer --------------------------------------------------------------------------
+
+
+@prop
+@given(plans_with_stats())
+def test_layer_pages(case):
+    plan, stats = case
+    for allocator in (Uniform(), Pyramid(), Cake(), Cake(tau1=1.6, tau2=0.4)):
+        pages = layer_pages(allocator, plan, stats)
+        assert len(pages) == plan.num_layers
+        assert sum(pages) == plan.pages
+        assert all(plan.floor_pages <= p <= plan.full_blocks for p in pages)
+
+
+@prop
+@given(plans())
+def test_uniform_pages_differ_by_one_at_most(plan):
+    pages = layer_pages(Uniform(), plan, None)
+    low, more = divmod(plan.pages, plan.num_layers)
+    assert pages == [low + (i < more) for i in range(plan.num_layers)]
+
+
+@prop
+@given(plans())
+def test_pyramid_pages_fall(plan):
+    pages = layer_pages(Pyramid(), plan, None)
+    assert pages == sorted(pages, reverse=True)
+
+
+def test_layer_pages_by_hand():
+    # S 100, bs 16, w 4, B 20, N 4 -> (31, 21, 11, 1) + 4; t 4; pages 31/16, 21/16, 11/16, 1/16
+    # P = 4 * 16 / 16 = 4; floors 1, 1, 0, 0; fractions .9375, .3125, .6875, .0625
+    plan = plan_of(4, 100, 16, 4, 20)
+    assert (plan.pages, plan.floor_pages) == (4, 0)
+    assert layer_pages(Pyramid(), plan, None) == [2, 1, 1, 0]
+
+
+# -- positions --------------------------------------------------------------------------------
+
+
+def slow_positions(row, plan, pages):
+    """METHODS 1.6 and ENGINE 2 by loops over one head's past scores."""
+    end = plan.full_blocks * plan.block_size
+    past = plan.tokens - plan.window
+    protected = [j for j in range(end) if j >= past]
+    free = [j for j in range(end) if j < past]
+    room = pages * plan.block_size - len(protected)
+    best = sorted(free, key=lambda j: (-row[j], j))[:room]
+    return sorted(best + protected)
+
+
+@prop
+@given(plans(), st.integers(1, 3), st.integers(0, 2**31 - 1), st.data())
+def test_kept_positions(plan, heads, seed, data):
+    pages = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 5, (heads, plan.tokens - plan.window), generator=rng).float()
+    kept = kept_positions(scores, plan, pages, top_k)
+    assert kept.shape == (heads, pages * plan.block_size)
+    assert kept.dtype == torch.int64
+    assert (kept.diff(dim=1) > 0).all()
+    end = plan.full_blocks * plan.block_size
+    assert ((kept >= 0) & (kept < end)).all()
+    window = torch.arange(min(plan.tokens - plan.window, end), end)
+    assert all(torch.isin(window, row).all() for row in kept)
+    assert kept.tolist() == [slow_positions(row, plan, pages) for row in scores.tolist()]
+
+
+@prop
+@given(plans(), st.integers(0, 2**31 - 1), st.data())
+def test_more_pages_keep_the_same_tokens_and_others(plan, seed, data):
+    fewer = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
+    more = data.draw(st.integers(fewer, plan.full_blocks))
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.rand(1, plan.tokens - plan.window, generator=rng)
+    few, many = (kept_positions(scores, plan, p, top_k)[0] for p in (fewer, more))
+    assert torch.isin(few, many).all()
+
+
+@prop
+@given(plans())
+def test_all_pages_keep_everything(plan):
+    scores = torch.rand(2, plan.tokens - plan.window)
+    kept = kept_positions(scores, plan, plan.full_blocks, top_k)
+    end = plan.full_blocks * plan.block_size
+    assert kept.tolist() == [list(range(end))] * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "pages", "expected"),
+    [
+        # tail 3 is longer than the window 2: nothing is protected, token 8 lies in the tail
+        (11, 2, 1, [4, 5, 6, 7]),
+        # tail 1, window 3: tokens 6 and 7 are protected
+        (9, 3, 1, [4, 5, 6, 7]),
+        # no tail, window 5: a page cannot hold it, so the floor is 2
+        (12, 5, 2, [4, 5, 6, 7, 8, 9, 10, 11]),
+    ],
+)
+def test_tail_and_window_by_hand(tokens, window, pages, expected):
+    plan = PagePlan(
+        num_layers=1, tokens=tokens, block_size=4, window=window, budget=window + 1, pages=pages
+    )
+    scores = torch.arange(tokens - window, dtype=torch.float32)[None]
+    kept = kept_positions(scores, plan, pages, top_k)
+    assert kept.tolist() == [expected]
+
+
+def test_past_tokens_in_the_tail_do_not_compete():
+    plan = PagePlan(num_layers=1, tokens=11, block_size=4, window=1, budget=4, pages=1)
+    scores = torch.tensor([[0.0, 9.0, 0.0, 8.0, 7.0, 0.0, 6.0, 0.0, 99.0, 99.0]])
+    assert kept_positions(scores, plan, 1, top_k).tolist() == [[1, 3, 4, 6]]
+
+
+def test_no_pages():
+    plan = PagePlan(num_layers=1, tokens=11, block_size=4, window=2, budget=3, pages=0)
+    assert kept_positions(torch.rand(2, 9), plan, 0, top_k).shape == (2, 0)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+def test_streamingllm_keeps_sinks_and_the_end_of_the_full_blocks(pages):
+    plan = PagePlan(num_layers=1, tokens=66, block_size=16, window=0, budget=20, pages=pages)
+    columns = WindowColumns(num_kv_heads=2, past=66, device=torch.device("cpu"))
+    kept = kept_positions(StreamingLLM().score(columns), plan, pages, top_k)
+    last = pages * 16 - 4
+    assert kept.tolist() == [[0, 1, 2, 3, *range(64 - last, 64)]] * 2
+
+
+@prop
+@given(plans_with_stats(), st.integers(0, 2**31 - 1))
+def test_the_whole_method(case, seed):
+    """Scores of NaN and infinity must not cost a window token or a page."""
+    plan, stats = case
+    rng = torch.Generator().manual_seed(seed)
+    pick = torch.tensor([0.0, 1.0, torch.inf, -torch.inf, torch.nan])
+    end = plan.full_blocks * plan.block_size
+    held = 0
+    for pages in layer_pages(Cake(), plan, stats):
+        index = torch.randint(0, 5, (2, plan.tokens - plan.window), generator=rng)
+        kept = kept_positions(pick[index], plan, pages, top_k)
+        assert kept.shape == (2, pages * plan.block_size)
+        assert (kept.diff(dim=1) > 0).all()
+        assert all(set(range(plan.tokens - plan.window, end)) <= set(row.tolist()) for row in kept)
+        held += pages
+    assert held == plan.pages

@@ -1,0 +1,131 @@
+import pickle
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+from math import ceil, floor
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.plan import PagePlan, Prompt, page_plan
+
+prop = settings(derandomize=True, deadline=None, max_examples=120)
+
+
+def prompt(layers, tokens, window, budget):
+    return Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget)
+
+
+@st.composite
+def cases(draw):
+    block = draw(st.sampled_from([1, 2, 8, 16, 32, 64, 128]))
+    window = draw(st.integers(0, 4 * block))
+    budget = draw(st.integers(window + 1, window + 20 * block))
+    tokens = draw(st.integers(1, 40 * block))
+    return prompt(draw(st.integers(1, 80)), tokens, window, budget), block
+
+
+def test_prompt():
+    p = prompt(30, 6000, 32, 600)
+    assert (p.past, p.base) == (5968, 568)
+    assert prompt(30, 20, 32, 33).past == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "block", "window", "budget", "pages", "blocks", "floor_pages", "tail"),
+    [
+        # 30 * (600 - 0) // 16 = 1125; ceil(1125 / 30) = 38; window 32 -> 2 pages
+        (30, 6000, 16, 32, 600, 1125, 38, 2, 0),
+        # tail 8: 30 * 592 // 16 = 1110; ceil((32 - 8) / 16) = 2
+        (30, 6008, 16, 32, 600, 1110, 37, 2, 8),
+        # 3 * (21 - 4) // 16 = 3 (3.19); the window 8 needs ceil(4 / 16) = 1
+        (3, 100, 16, 8, 21, 3, 1, 1, 4),
+        # the tail alone is over the budget: the window's pages remain
+        (4, 31, 16, 8, 9, 0, 0, 0, 15),
+    ],
+)
+def test_by_hand(layers, tokens, block, window, budget, pages, blocks, floor_pages, tail):
+    plan = page_plan(prompt(layers, tokens, window, budget), block)
+    assert (plan.pages, plan.blocks, plan.floor_pages, plan.tail) == (
+        pages,
+        blocks,
+        floor_pages,
+        tail,
+    )
+
+
+def test_nothing_to_remove_where_the_window_needs_every_page():
+    assert page_plan(prompt(4, 130, 8, 9), 128) is None
+
+
+@prop
+@given(cases())
+def test_formulas(case):
+    """ENGINE section 2, in rationals."""
+    p, block = case
+    layers, full = p.num_layers, p.tokens // block
+    tail = p.tokens - full * block
+    lowest = ceil(Fraction(max(p.window - tail, 0), block))
+    pages = floor(Fraction(layers * (p.budget - tail), block))
+    pages = min(max(pages, layers * lowest), layers * full)
+    plan = page_plan(p, block)
+    if p.tokens <= p.budget or full == 0 or pages == layers * full:
+        assert plan is None
+        return
+    assert plan.pages == pages
+    assert plan.floor_pages == lowest
+    assert (plan.full_blocks, plan.tail) == (full, tail)
+    assert plan.blocks == ceil(Fraction(pages, layers))
+    assert plan.prompt == p
+    assert plan.block_size == block
+
+
+@prop
+@given(cases())
+def test_bounds(case):
+    p, block = case
+    plan = page_plan(p, block)
+    assume(plan is not None)
+    layers = p.num_layers
+    assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
+    assert layers * (plan.blocks - 1) < plan.pages <= layers * plan.blocks
+    assert plan.blocks <= plan.full_blocks
+    # the window is held by the pages that every layer has and the tail
+    assert plan.floor_pages * block + plan.tail >= p.window
+    # never more tokens than asked for, but for the window's pages and the tail
+    held = plan.pages * block + layers * plan.tail
+    lowest = layers * (plan.floor_pages * block + plan.tail)
+    assert held <= max(layers * p.budget, lowest)
+    # and less than a page below it
+    assert held > layers * p.budget - block
+
+
+@prop
+@given(cases(), st.integers(1, 500))
+def test_pages_grow_with_the_budget(case, more):
+    p, block = case
+    small = page_plan(p, block)
+    large = page_plan(prompt(p.num_layers, p.tokens, p.window, p.budget + more), block)
+    if small is None:
+        assert large is None
+    elif large is not None:
+        assert large.pages >= small.pages
+
+
+@prop
+@given(cases())
+def test_short_prompts_are_left_whole(case):
+    p, block = case
+    for tokens in (p.budget, p.budget - 1, p.window, block - 1):
+        assume(tokens > 0)
+        assert page_plan(prompt(p.num_layers, tokens, p.window, p.budget), block) is None
+
+
+def test_frozen_and_hashable():
+    plan = page_plan(prompt(3, 100, 8, 21), 16)
+    same = PagePlan(num_layers=3, tokens=100, block_size=16, window=8, budget=21, pages=3)
+    assert plan == same
+    assert hash(plan) == hash(same)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    with pytest.raises(FrozenInstanceError):
+        plan.pages = 4
