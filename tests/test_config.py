@@ -411,3 +411,9 @@ def test_input_is_left_alone():
 def test_errors_are_value_errors_of_ours():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, KVCompressError)
+
+
+def test_the_off_of_yaml_is_off():
+    assert CompressionConfig.parse({"compress": False}) == CompressionConfig()
+    with pytest.raises(ConfigError, match="compress='True' is unknown"):
+        CompressionConfig.parse({"compress": True})

@@ -84,8 +84,9 @@ class CompressionConfig(BaseModel):
     @field_validator("compress", mode="before")
     @classmethod
     def _known_method(cls, value: Any) -> str:
-        choose("compress", dict.fromkeys(METHODS), str(value))
-        return str(value)
+        name = "off" if value is False else str(value)  # YAML reads a bare off as False
+        choose("compress", dict.fromkeys(METHODS), name)
+        return name
 
     @field_validator("budget", mode="before")
     @classmethod

@@ -1,6 +1,7 @@
 """The demo's own logic: the log line, the prompt, the report's exit status. No server starts."""
 
 import io
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from vllm_kvcompress.demo import server
 from vllm_kvcompress.demo.__main__ import parse_args
-from vllm_kvcompress.demo.report import show
+from vllm_kvcompress.demo.report import save_picture, show
 from vllm_kvcompress.demo.server import Compressed, compressed_requests
 from vllm_kvcompress.demo.text import QUESTION, english, long_prompt
 
@@ -92,6 +93,16 @@ def test_report_fails_when_no_block_went_back():
     status, text = report(run(compressed_requests(LINE)[0], 190.0))
     assert status == 1
     assert "did not fall" in text
+
+
+def test_picture_shows_the_report_and_loads_nothing_from_elsewhere(tmp_path):
+    console = Console(file=io.StringIO(), width=100, record=True)
+    on = run(compressed_requests(LINE)[0], 21.0)
+    show(run(None, 190.0), on, method="cake", budget="0.1", console=console)
+    save_picture(console, tmp_path / "report.svg", "make demo")
+    svg = (tmp_path / "report.svg").read_text()
+    assert "blocks" in svg
+    assert set(re.findall(r"https?://[^\"' ]+", svg)) == {"http://www.w3.org/2000/svg"}
 
 
 def test_defaults_fit_the_model():

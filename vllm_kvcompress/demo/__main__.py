@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openai import OpenAI
+from rich.console import Console
 from transformers import AutoTokenizer
 
-from vllm_kvcompress.demo.report import show
+from vllm_kvcompress.demo.report import save_picture, show
 from vllm_kvcompress.demo.server import ENVIRONMENT, Compressed, Server, command, serve
 from vllm_kvcompress.demo.text import long_prompt
 
@@ -39,6 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", default="0.1")
     parser.add_argument("--tokens", type=int, default=6000, help="length of the text")
     parser.add_argument("--max-tokens", type=int, default=64, help="length of the answer")
+    parser.add_argument("--picture", type=Path, help="also save the report as this SVG file")
     parser.add_argument("--serve", action="store_true", help="leave the server up, no report")
     parser.add_argument("--port", type=int, default=8000)
     return parser.parse_args(argv)
@@ -118,7 +120,11 @@ def main(argv: list[str] | None = None) -> int:
             with serve(model, [*common(args), *extra], log) as server:
                 ask(server, prompt[:200], 4)  # the first request of a server pays for warm-up
                 runs.append(ask(server, prompt, args.max_tokens))
-    return show(runs[0], runs[1], method=args.method, budget=args.budget)
+    console = Console(width=100, record=args.picture is not None)
+    status = show(runs[0], runs[1], method=args.method, budget=args.budget, console=console)
+    if args.picture is not None:
+        save_picture(console, args.picture, "make demo")
+    return status
 
 
 if __name__ == "__main__":

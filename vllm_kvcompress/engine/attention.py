@@ -87,12 +87,10 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
         )
         starts = common.query_start_loc[: rows + 1]
         # Layers with equal lengths share the kernel's work plan: with uniform budgets, nearly all.
-        plans: dict[tuple[int, ...], torch.Tensor] = {}
+        unique, which = torch.unique(lengths, dim=0, return_inverse=True)
+        plans = [self._work_plan(rows, row, starts, common) for row in unique]
         layers = []
-        for table, length, key in zip(tables, lengths, lengths.tolist(), strict=True):
-            work = plans.get(tuple(key))
-            if work is None:
-                work = plans[tuple(key)] = self._work_plan(rows, length, starts, common)
+        for table, length, index in zip(tables, lengths, which.tolist(), strict=True):
             layers.append(
                 CPUAttentionMetadata(
                     num_actual_tokens=common.num_actual_tokens,
@@ -102,7 +100,7 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
                     seq_lens=length,
                     block_table=table,
                     slot_mapping=common.slot_mapping,
-                    scheduler_metadata=work,
+                    scheduler_metadata=plans[index],
                     causal=bool(common.causal),
                 )
             )

@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine import kv_cache
 from vllm_kvcompress.engine.refusals import refuse_unsupported
 from vllm_kvcompress.engine.seams import check_all
 from vllm_kvcompress.errors import ConfigError
@@ -65,7 +64,6 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
             f"--kv-compress brings its own scheduler, got {scheduler.scheduler_cls};"
             " remove --scheduler-cls"
         )
-    kv_cache.install()
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
     config.additional_config["kvcompress"] = settings.to_additional_config()

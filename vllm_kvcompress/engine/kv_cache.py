@@ -311,8 +311,8 @@ class CompressedManager(FullAttentionManager):
         return blocks + self._packed.pop(request_id, [])
 
 
-def install() -> None:
-    """Register the spec and its manager; inert until a worker returns such a spec."""
-    # vLLM fills only an EMPTY registry by itself: ours first would hide every built-in spec
-    register_all_kvcache_specs(None)
-    KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, FullAttentionSpec)
+# On import, because every process must know the pair: the scheduler's class and a pickled spec
+# both import this module wherever they are used. Inert until a worker returns such a spec.
+# vLLM fills only an EMPTY registry by itself: ours first would hide every built-in spec.
+register_all_kvcache_specs(None)
+KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, FullAttentionSpec)

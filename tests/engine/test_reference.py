@@ -1,0 +1,128 @@
+"""What the engine keeps, against METHODS in float64: positions, bytes and budgets of a real prompt.
+
+The reference sees the queries, keys and values that the attention layers received; the engine's
+side is read back from the pages that decode steps will read.
+"""
+
+import math
+
+import pytest
+import torch
+
+from checkpoints import SHAPES, make, tokens
+from engines import BLOCK, V2, engine, settings
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.plan import LayerStats, page_plan
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.budgets import round_to_pages
+
+WINDOW = 32
+ALLOCATORS = {"cake": Cake(), "snapkv": Uniform(), "pyramidkv": Pyramid()}
+NAMES = ["llama-gqa"] if V2 else ["llama-gqa", "llama-mha", "llama-mqa", "qwen3"]
+PROMPT = tokens(417, seed=33)
+
+
+def record(llm) -> dict[int, dict[str, list[torch.Tensor]]]:
+    """Per layer, what its attention was called with, chunk by chunk."""
+    seen: dict[int, dict[str, list[torch.Tensor]]] = {}
+    context = llm.worker.vllm_config.compilation_config.static_forward_context
+    for layer in context.values():
+        forward = layer.impl.forward
+
+        def recording(lay, q, k, v, *rest, forward=forward, impl=layer.impl, **named):
+            kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": []})
+            for name, part in (("q", q), ("k", k), ("v", v)):
+                kept[name].append(part.clone())
+            return forward(lay, q, k, v, *rest, **named)
+
+        layer.impl.forward = recording
+    return seen
+
+
+def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, LayerStats]:
+    """METHODS 1 and CAKE, in float64: mean and variance ``[Hq, P]`` over the window, H and V."""
+    heads, group, past = q.shape[1], q.shape[1] // k.shape[1], len(k) - WINDOW
+    q, k = q.double()[-WINDOW:], k.double()
+    mean, variance, entropy = [], [], 0.0
+    for head in range(heads):
+        logits = q[:, head] @ k[:, head // group].T / math.sqrt(q.shape[-1])
+        for row in range(WINDOW):
+            logits[row, past + row + 1 :] = -math.inf
+        a = logits.softmax(-1)[:, :past]
+        mean.append(a.mean(0))
+        variance.append(a.var(0, correction=1))
+        entropy -= torch.special.xlogy(a, a).sum().item()
+    shift = torch.stack(variance).sum().item()
+    return torch.stack(mean), torch.stack(variance), LayerStats(entropy=entropy, shift=shift)
+
+
+def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[Hkv, P]``: pooled by plain loops, then or before averaged over the group."""
+    per_head = mean + 200 * variance if method == "cake" else mean * WINDOW
+    grouped = per_head.view(heads, -1, per_head.shape[-1]).mean(1)
+    reach = 2 if method == "cake" else 3
+    out = torch.empty_like(grouped)
+    for j in range(grouped.shape[-1]):
+        near = grouped[:, max(j - reach, 0) : j + reach + 1]
+        out[:, j] = near.sum(1) / 5 if method == "cake" else near.amax(1)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", list(ALLOCATORS))
+def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
+    config = settings(method, 0.3, window=WINDOW)
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=config,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=150,
+        max_num_seqs=4,
+        max_model_len=1024,
+    ) as llm:
+        seen = record(llm)
+        llm.submit("r", PROMPT, 8)
+        while not llm.compressor.compressed:
+            llm.step()
+        (slot,) = llm.compressor.pool._slots.values()
+        pool, compressor = llm.compressor.pool, llm.compressor
+        counts = pool._num_packed[slot].tolist()
+        held = []
+        for layer, count in enumerate(counts):
+            pages = pool._packed[slot, layer, :count].long()
+            keys = compressor._keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
+            values = compressor._values[pages].permute(1, 0, 2, 3).flatten(1, 2)
+            held.append((keys.clone(), values.clone()))
+        llm.drain()
+
+    shape, whole = SHAPES[name], len(PROMPT) // BLOCK * BLOCK
+    q, k, v = (
+        [torch.cat(seen[i][part])[: len(PROMPT)] for i in range(shape.layers)] for part in "qkv"
+    )
+    q, k, v = ([x.view(len(PROMPT), -1, shape.head_dim) for x in layers] for layers in (q, k, v))
+    found = [reference(q[i], k[i]) for i in range(shape.layers)]
+    made = CompressionConfig.parse(config["kvcompress"])
+    plan = page_plan(made.prompt(shape.layers, len(PROMPT)), BLOCK)
+    past = ALLOCATORS[method].allocate(plan.prompt, [stats for *_, stats in found])
+    assert counts == round_to_pages([b + WINDOW for b in past], plan)
+    for layer, (keys, values) in enumerate(held):
+        mean, variance, _ = found[layer]
+        scores = scores_of(method, mean, variance, shape.kv_heads)
+        for head in range(shape.kv_heads):
+            where = {row.numpy().tobytes(): i for i, row in enumerate(k[layer][:, head])}
+            assert len(where) == len(PROMPT), "keys must tell positions apart"
+            kept = [where[row.numpy().tobytes()] for row in keys[head]]
+            assert kept == sorted(kept)
+            assert torch.equal(values[head], v[layer][kept, head])
+            protected = set(range(len(PROMPT) - WINDOW, whole))
+            assert protected <= set(kept)
+            ranked = scores[head][: min(whole, len(PROMPT) - WINDOW)]
+            order = sorted(range(len(ranked)), key=lambda j: (-ranked[j].item(), j))
+            best = order[: len(kept) - len(protected)]
+            # float32 and float64 may rank equals differently, and nothing else
+            boundary = ranked[best[-1]].item()
+            for j in set(best) ^ (set(kept) - protected):
+                assert ranked[j].item() == pytest.approx(boundary, rel=1e-5), (layer, head, j)
+            assert len(set(best) ^ (set(kept) - protected)) <= 4

@@ -1,0 +1,85 @@
+"""Trap 22: what we need of vLLM is a table, and the table is checked on the vLLM that runs."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import vllm
+
+from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam, check_all
+from vllm_kvcompress.errors import SeamError
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{seam.name}-{seam.target}")
+def test_every_seam_is_in_this_vllm(seam):
+    seam.check(vllm.__version__)
+
+
+def test_every_seam_names_a_module_of_ours_and_an_end():
+    for seam in SEAMS:
+        importlib.import_module(f"vllm_kvcompress.engine.{seam.name}")
+        assert seam.kind in ("registry", "subclass", "wrap")
+        assert seam.remove_when
+
+
+@pytest.mark.parametrize(
+    ("target", "params", "message"),
+    [
+        ("vllm.no_such_module:Thing", (), "has no vllm.no_such_module:Thing"),
+        ("vllm.v1.request:NoSuchThing", (), "has no vllm.v1.request:NoSuchThing"),
+        ("vllm.v1.request:Request.no_such_method", (), "has no .*Request.no_such_method"),
+        (
+            "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+            ("args", "moved_away"),
+            r"EngineArgs.from_cli_args lost \['moved_away'\]",
+        ),
+    ],
+)
+def test_a_missing_seam_is_named_with_the_cure(target, params, message):
+    seam = Seam(name="x", target=target, kind="wrap", params=params, remove_when="never")
+    with pytest.raises(SeamError, match=message) as refusal:
+        seam.check("0.32.0")
+    assert "install a vLLM in" in str(refusal.value)
+    assert "without --kv-compress" in str(refusal.value)
+
+
+def test_check_all_stops_at_the_first_lost_seam(monkeypatch):
+    from vllm_kvcompress.engine import seams
+
+    lost = Seam(name="x", target="vllm:no_such", kind="wrap", params=(), remove_when="never")
+    monkeypatch.setattr(seams, "SEAMS", (*SEAMS, lost))
+    with pytest.raises(SeamError, match="vllm:no_such"):
+        check_all(vllm.__version__)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.0+cpu", "0.33.1", "0.32.1rc1"])
+def test_supported_versions(version):
+    assert TESTED.contains(version, prereleases=True)
+
+
+FRESH = """
+import sys, vllm_kvcompress
+vllm_kvcompress.register(); vllm_kvcompress.register()
+from vllm.engine.arg_utils import EngineArgs
+wrapped, depth = EngineArgs.create_engine_config, 0
+while hasattr(wrapped, "__wrapped__"):
+    wrapped, depth = wrapped.__wrapped__, depth + 1
+assert depth == 1, depth
+ours = {name for name in sys.modules if name.startswith("vllm_kvcompress.engine.")}
+loaded = {name.rpartition(".")[2] for name in ours}
+assert not loaded & {"kv_cache", "scheduler", "worker", "attention", "compressor"}, loaded
+import vllm_kvcompress.engine.kv_cache as own
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST as known
+assert {FullAttentionSpec, MambaSpec, SlidingWindowSpec, own.CompressedSpec} <= set(known)
+assert known[own.CompressedSpec].manager_class is own.CompressedManager
+print("fine")
+"""
+
+
+def test_registering_twice_in_a_fresh_process_wraps_once_and_hides_no_builtin_spec():
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.strip().endswith("fine"), done.stderr
