@@ -9,6 +9,8 @@ the rounds, and ratios within one round.
 
 * decode: median decode step of `--batch` requests with prompts of `--prompt` tokens
 * compression: seconds inside our code while prompts end, as a share of all prefill steps' time
+* bound: vLLM alone with prompts of `--budget` x `--prompt` tokens: what decoding costs when nothing
+  is left of the dropped tokens, so the most that any compression can win on this machine
 * idle: plugin on, every prompt under the threshold, against vLLM without the plugin's flag
 """
 
@@ -26,6 +28,7 @@ from typing import Any
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "off": None,
     "on": {"compress": "cake", "budget": 0.1},
+    "bound": None,
     "idle": {"compress": "cake", "budget": 0.1, "min_prompt": 1_000_000},
 }
 
@@ -39,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=6000, help="tokens per prompt")
     parser.add_argument("--steps", type=int, default=48, help="decode steps to time")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=list(CONFIGURATIONS))
+    parser.add_argument("--only", nargs="*", default=list(CONFIGURATIONS), choices=CONFIGURATIONS)
     parser.add_argument("--dtype", default="auto", help="bfloat16 for the demo model")
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
@@ -53,7 +56,7 @@ def child(args: argparse.Namespace) -> dict[str, float]:
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="3",
+        VLLM_CPU_KVCACHE_SPACE="4",
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
     )
@@ -114,8 +117,10 @@ def _time_compression(llm: Any) -> list[float]:
     return spent
 
 
-def run_child(args: argparse.Namespace, settings: dict[str, Any] | None) -> dict[str, float]:
-    line = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(settings)]
+def run_child(args: argparse.Namespace, name: str) -> dict[str, float]:
+    prompt = int(args.budget * args.prompt) if name == "bound" else args.prompt
+    line = [sys.executable, __file__, *sys.argv[1:], "--prompt", str(prompt)]
+    line += ["--child", json.dumps(CONFIGURATIONS[name])]
     out = subprocess.run(line, capture_output=True, text=True, check=False)
     if out.returncode:
         raise SystemExit(f"a benchmark process failed:\n{out.stderr[-3000:]}")
@@ -133,7 +138,7 @@ def main() -> None:
     for number in range(args.rounds):
         done = {}
         for name in args.only:
-            done[name] = run_child(args, CONFIGURATIONS[name])
+            done[name] = run_child(args, name)
             print(f"round {number + 1} {name}: {done[name]}", flush=True)
         rounds.append(done)
     result = report(args, rounds)
@@ -153,6 +158,10 @@ def report(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, 
         )
         ratios["compression_share_of_prefill"] = median(
             lambda d: d["on"]["compression_s"] / d["on"]["prefill_s"]
+        )
+    if {"off", "bound"} <= set(args.only):
+        ratios["decode_speedup_bound"] = median(
+            lambda d: d["off"]["decode_step_ms"] / d["bound"]["decode_step_ms"]
         )
     if {"off", "idle"} <= set(args.only):
         for key in ("decode_step_ms", "prefill_s"):

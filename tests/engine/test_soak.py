@@ -30,6 +30,7 @@ def requests(seed: int):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_soak(checkpoints_folder):
     model = make("llama-gqa", checkpoints_folder)
     options = dict(
