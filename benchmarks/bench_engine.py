@@ -2,16 +2,15 @@
 
     python benchmarks/bench_engine.py --model .cache/smollm2-135m-instruct
 
-Every configuration runs in a process of its own, in turns (off, on, off, on, ...), so that what
-else the machine does falls on all of them. Steps are timed, not runs: a step that computes only
-decodes is a decode step, one that computes a prompt is a prefill step. Reported are medians over
-the rounds, and ratios within one round.
+All configurations run in one process and take turns step by step, so that whatever else the machine
+does falls on all of them. Steps are timed, not runs: a step that computes a part of a prompt is a
+prefill step, one that computes only decodes is a decode step.
 
-* decode: median decode step of `--batch` requests with prompts of `--prompt` tokens
-* compression: seconds inside our code while prompts end, as a share of all prefill steps' time
-* bound: vLLM alone with prompts of `--budget` x `--prompt` tokens: what decoding costs when nothing
-  is left of the dropped tokens, so the most that any compression can win on this machine
-* idle: plugin on, every prompt under the threshold, against vLLM without the plugin's flag
+* off: vLLM without the plugin's setting
+* on: compressed
+* bound: vLLM alone with prompts of budget x prompt tokens: what decoding costs when nothing is
+  left of the dropped tokens, so the most that any compression can win on this machine
+* idle: plugin on, every prompt under the threshold
 """
 
 import argparse
@@ -22,15 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
-    "off": None,
-    "on": {"compress": "cake", "budget": 0.1},
-    "bound": None,
-    "idle": {"compress": "cake", "budget": 0.1, "min_prompt": 1_000_000},
-}
+CONFIGURATIONS = ("off", "on", "bound", "idle")
 
 
 def parse_args() -> argparse.Namespace:
@@ -41,68 +36,81 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=6000, help="tokens per prompt")
     parser.add_argument("--steps", type=int, default=48, help="decode steps to time")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=list(CONFIGURATIONS), choices=CONFIGURATIONS)
-    parser.add_argument("--dtype", default="auto", help="bfloat16 for the demo model")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--only", nargs="*", default=CONFIGURATIONS[:3], choices=CONFIGURATIONS)
+    parser.add_argument("--dtype", default="auto", help="auto is the checkpoint's")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def child(args: argparse.Namespace) -> dict[str, float]:
-    """One engine, one batch of prompts, its steps timed."""
-    settings = json.loads(args.child)
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="4",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-    )
+@dataclass(slots=True)
+class Contender:
+    """One engine with its batch of prompts, and the seconds of its steps."""
+
+    llm: Any
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    compression: list[float] = field(default_factory=list)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def prefilling(self) -> bool:
+        running = self.scheduler.running
+        waits = bool(self.scheduler.waiting) or not running
+        return waits or any(request.is_prefill_chunk for request in running)
+
+    @property
+    def blocks_in_use(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def step(self) -> None:
+        times = self.prefill if self.prefilling else self.decode
+        start = time.perf_counter()
+        self.llm.llm_engine.step()
+        times.append(time.perf_counter() - start)
+
+
+def contender(name: str, args: argparse.Namespace) -> Contender:
+    """An engine that has been given its prompts and has computed nothing yet."""
     from vllm import LLM, SamplingParams
 
     from vllm_kvcompress.demo.text import english
 
+    settings = {"compress": args.method, "budget": args.budget}
+    if name == "idle":
+        settings["min_prompt"] = 1_000_000
     llm = LLM(
         args.model,
         max_model_len=8192,
-        enforce_eager=args.eager,
+        enforce_eager=not args.compile,
         dtype=args.dtype,
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
-        **({"additional_config": {"kvcompress": settings}} if settings else {}),
+        **({"additional_config": {"kvcompress": settings}} if name in ("on", "idle") else {}),
     )
-    spent = _time_compression(llm) if settings else [0.0]
+    made = Contender(llm)
+    if name == "on":
+        time_compression(made)
+    length = int(args.budget * args.prompt) if name == "bound" else args.prompt
     ids = llm.get_tokenizer().encode(english()[: args.batch * args.prompt * 8])
-    engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=args.steps + args.batch + 64, ignore_eos=True)
+    new = args.steps + args.batch * 8 + 64  # nobody finishes while others are timed
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for i in range(args.batch):
-        prompt = ids[i * args.prompt : (i + 1) * args.prompt]
-        assert len(prompt) == args.prompt, "the text is too short for this many prompts"
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    scheduler = engine.engine_core.engine_core.scheduler
-    prefill: list[float] = []
-    decode: list[float] = []
-    while len(decode) < args.steps:
-        pending = len(scheduler.waiting) or any(r.is_prefill_chunk for r in scheduler.running)
-        pending = pending or not scheduler.running
-        start = time.perf_counter()
-        engine.step()
-        (prefill if pending else decode).append(time.perf_counter() - start)
-    pool = scheduler.kv_cache_manager.block_pool
-    return {
-        "decode_step_ms": statistics.median(decode) * 1e3,
-        "prefill_s": sum(prefill),
-        "compression_s": spent[0],
-        "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-    }
+        prompt = ids[i * length : (i + 1) * length]
+        if len(prompt) < length:
+            raise SystemExit(f"the text has {len(ids)} tokens; lower --batch or --prompt")
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    return made
 
 
-def _time_compression(llm: Any) -> list[float]:
-    """Sum up the time inside `after_attention` and `end_step` of the worker's compressor."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    compressor, spent = worker.compressor, [0.0]
+def time_compression(made: Contender) -> None:
+    """Note the seconds inside `after_attention` and `end_step` of the worker's compressor."""
+    executor = made.llm.llm_engine.engine_core.engine_core.model_executor
+    compressor = executor.driver_worker.worker.compressor
     for name in ("after_attention", "end_step"):
         inner = getattr(compressor, name)
 
@@ -111,75 +119,91 @@ def _time_compression(llm: Any) -> list[float]:
             try:
                 return _inner(*a, **k)
             finally:
-                spent[0] += time.perf_counter() - start
+                made.compression.append(time.perf_counter() - start)
 
         setattr(compressor, name, timed)
-    return spent
 
 
-def run_child(args: argparse.Namespace, name: str) -> dict[str, float]:
-    prompt = int(args.budget * args.prompt) if name == "bound" else args.prompt
-    line = [sys.executable, __file__, *sys.argv[1:], "--prompt", str(prompt)]
-    line += ["--child", json.dumps(CONFIGURATIONS[name])]
-    out = subprocess.run(line, capture_output=True, text=True, check=False)
-    if out.returncode:
-        raise SystemExit(f"a benchmark process failed:\n{out.stderr[-3000:]}")
-    result: dict[str, float] = json.loads(out.stdout.strip().splitlines()[-1])
-    return result
+def race(contenders: dict[str, Contender], steps: int) -> None:
+    """Prefill everybody in turns, then decode everybody in turns; the first steps warm up."""
+    while any(one.prefilling for one in contenders.values()):
+        for one in contenders.values():
+            if one.prefilling:
+                one.step()
+    for _ in range(steps):
+        for one in contenders.values():
+            one.step()
 
 
-def main() -> None:
-    args = parse_args()
-    if args.child:
-        print(json.dumps(child(args)))
-        return
-    CONFIGURATIONS["on"] = {"compress": args.method, "budget": args.budget}
-    rounds: list[dict[str, dict[str, float]]] = []
-    for number in range(args.rounds):
-        done = {}
-        for name in args.only:
-            done[name] = run_child(args, name)
-            print(f"round {number + 1} {name}: {done[name]}", flush=True)
-        rounds.append(done)
-    result = report(args, rounds)
-    print(json.dumps(result, indent=2))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, Any]:
+    decode = {name: one.decode[-args.steps :] for name, one in contenders.items()}
 
-
-def report(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    def median(of: Any) -> float:
-        return round(statistics.median(of(done) for done in rounds), 4)
+    def ratio(a: str, b: str) -> float:
+        """Median over steps that followed each other."""
+        pairs = zip(decode[a], decode[b], strict=True)
+        return round(statistics.median(x / y for x, y in pairs), 3)
 
     ratios: dict[str, float] = {}
-    if {"off", "on"} <= set(args.only):
-        ratios["decode_speedup"] = median(
-            lambda d: d["off"]["decode_step_ms"] / d["on"]["decode_step_ms"]
-        )
-        ratios["compression_share_of_prefill"] = median(
-            lambda d: d["on"]["compression_s"] / d["on"]["prefill_s"]
-        )
-    if {"off", "bound"} <= set(args.only):
-        ratios["decode_speedup_bound"] = median(
-            lambda d: d["off"]["decode_step_ms"] / d["bound"]["decode_step_ms"]
-        )
-    if {"off", "idle"} <= set(args.only):
-        for key in ("decode_step_ms", "prefill_s"):
-            ratios[f"idle_{key}_ratio"] = median(lambda d, key=key: d["idle"][key] / d["off"][key])
+    if "on" in contenders:
+        on = contenders["on"]
+        ratios["compression_share_of_prefill"] = round(sum(on.compression) / sum(on.prefill), 4)
+    if {"off", "on"} <= contenders.keys():
+        ratios["decode_speedup"] = ratio("off", "on")
+    if {"off", "bound"} <= contenders.keys():
+        ratios["decode_speedup_bound"] = ratio("off", "bound")
+    for name in {"on", "idle"} & contenders.keys() if "off" in contenders else ():
+        pairs = zip(contenders[name].prefill, contenders["off"].prefill, strict=True)
+        ratios[f"{name}_prefill_step"] = round(statistics.median(x / y for x, y in pairs), 3)
+    if {"off", "idle"} <= contenders.keys():
+        ratios["idle_decode_step"] = ratio("idle", "off")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "command": " ".join(["python", "benchmarks/bench_engine.py", *sys.argv[1:]]),
         "commit": commit,
-        "shapes": {"batch": args.batch, "prompt_tokens": args.prompt, "budget": args.budget},
-        "medians": {
-            name: {key: median(lambda d, k=key, n=name: d[n][k]) for key in rounds[0][name]}
-            for name in args.only
+        "shapes": {
+            **{"batch": args.batch, "prompt_tokens": args.prompt, "budget": args.budget},
+            **{"dtype": args.dtype, "compiled": args.compile, "decode_steps": args.steps},
+        },
+        "configurations": {
+            name: {
+                "decode_step_ms": round(statistics.median(decode[name]) * 1e3, 2),
+                "prefill_s": round(sum(one.prefill), 2),
+                "compression_s": round(sum(one.compression), 3),
+                "blocks_in_use": one.blocks_in_use,
+            }
+            for name, one in contenders.items()
         },
         "ratios": ratios,
     }
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="4",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+    )
+    contenders = {name: contender(name, args) for name in args.only}
+    race(contenders, args.steps)
+    result = report(args, contenders)
+    print(json.dumps(result, indent=2))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

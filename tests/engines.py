@@ -46,6 +46,8 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.worker = self.core.model_executor.driver_worker.worker
+        on_v2 = hasattr(self.worker.model_runner, "req_states")
+        assert on_v2 == V2, "vLLM did not take the model runner that was asked for"
 
     @property
     def compressor(self) -> Any:
@@ -91,6 +93,36 @@ class Engine:
             for request_id, output in self.step().items():
                 done[request_id] = list(output.outputs[0].token_ids)
         raise AssertionError(f"requests were lost after {limit} steps: {self.scheduler.requests}")
+
+    def watch_preemptions(self) -> dict[str, list[int]]:
+        """From now on: per request (as submitted), how many tokens it had at each preemption."""
+        seen: dict[str, list[int]] = {}
+        preempt = self.scheduler._preempt_request
+
+        def watching(request: Any, *args: Any, **kwargs: Any) -> None:
+            name = request.request_id.split("-")[0]  # vLLM adds a suffix
+            seen.setdefault(name, []).append(request.num_output_tokens)
+            preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = watching
+        return seen
+
+    def alone(self, prompt: list[int], tokens: int, answer: list[int], cuts: list[int]) -> None:
+        """Assert that `answer` is this request's, alone in this engine.
+
+        Args:
+            cuts: how many tokens it had at each preemption: from each it went on as a request
+                that prefills the prompt and what was answered by then.
+        """
+        assert len(answer) == tokens
+        start = 0
+        for stop in [*cuts, tokens]:
+            if stop > start:
+                assert (
+                    self.generate([prompt + answer[:start]], stop - start)[0]
+                    == (answer[start:stop])
+                ), (len(prompt), start, cuts)
+            start = stop
 
     def running(self) -> list[Any]:
         return list(self.scheduler.running)
