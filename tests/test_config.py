@@ -413,6 +413,14 @@ def test_errors_are_value_errors_of_ours():
     assert issubclass(ConfigError, KVCompressError)
 
 
+def test_settings_without_a_method_are_not_silently_off():
+    with pytest.raises(
+        ConfigError, match=r"need a method, got only \['budget'\]; add --kv-compress"
+    ):
+        CompressionConfig.parse({"budget": 0.1})
+    assert not CompressionConfig.parse({}).enabled
+
+
 def test_the_off_of_yaml_is_off():
     assert CompressionConfig.parse({"compress": False}) == CompressionConfig()
     with pytest.raises(ConfigError, match="compress='True' is unknown"):

@@ -150,6 +150,11 @@ class CompressionConfig(BaseModel):
                     f"kvcompress setting {key!r} is unknown{closest(str(key), cls.model_fields)}"
                     f" (known: {sorted(cls.model_fields)})"
                 )
+        if raw and "compress" not in raw:  # never silently off
+            raise ConfigError(
+                f"kvcompress settings need a method, got only {sorted(map(str, raw))}; add"
+                " --kv-compress cake, or off"
+            )
         try:
             return cls.model_validate(dict(raw))
         except ValidationError as e:

@@ -214,6 +214,15 @@ def test_flags_reach_additional_config(model):
     }
 
 
+def test_flags_win_over_additional_config_and_a_wrong_one_is_refused(model):
+    given = '{"kvcompress": {"compress": "cake", "budget": 0.5, "window": 8}}'
+    got = engine_args("--model", model, "--additional-config", given, "--kv-budget", "0.1")
+    assert got.additional_config["kvcompress"] == {"compress": "cake", "budget": 0.1, "window": 8}
+    wrong = ("--additional-config", '{"kvcompress": "cake"}', "--kv-budget", "0.1")
+    with pytest.raises(ConfigError, match="must be an object"):
+        engine_args("--model", model, *wrong)
+
+
 def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
     for text, budget in (("1024", 1024), ("1.0", 1.0), ("0.25", 0.25)):
         got = engine_args("--model", model, "--kv-compress", "cake", "--kv-budget", text)

@@ -7,7 +7,7 @@ parsed arguments into EngineArgs: whatever the order of the flags, neither overw
 import argparse
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -92,8 +92,7 @@ def fold(args: argparse.Namespace) -> None:
     """Move our flags into ``args.additional_config["kvcompress"]``, and check the whole.
 
     Raises:
-        ConfigError: the settings contradict each other, or other flags were given and
-            ``--kv-compress`` was not.
+        ConfigError: the settings contradict each other, or name no method.
     """
     given = dict(getattr(args, "kv_compress_config", None) or {})
     for flag, (field, _, _) in FLAGS.items():
@@ -104,11 +103,9 @@ def fold(args: argparse.Namespace) -> None:
         return
     merged = dict(getattr(args, "additional_config", None) or {})
     if "kvcompress" in merged:
+        if not isinstance(merged["kvcompress"], Mapping):
+            CompressionConfig.parse(merged["kvcompress"])  # says what must hold
         given = {**merged["kvcompress"], **given}
-    if "compress" not in given:
-        raise ConfigError(
-            "the --kv-* settings need a method; got none: add --kv-compress cake (or off)"
-        )
     merged["kvcompress"] = CompressionConfig.parse(given).to_additional_config()
     args.additional_config = merged
 
