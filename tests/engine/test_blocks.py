@@ -80,7 +80,7 @@ def test_a_pool_for_four_serves_twelve_at_once(model):
         assert llm.free_blocks == 4 * full
 
 
-def test_without_free_blocks_the_prompts_own_blocks_serve(model):
+def test_trap_17_without_free_blocks_the_prompts_own_blocks_serve(model):
     """A pool that just fits the prompt: packed in place, never refused, never wrong."""
     length = 640
     full = -(-(length + 24) // BLOCK)

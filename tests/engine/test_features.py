@@ -15,7 +15,7 @@ def model(checkpoints_folder):
     return make("llama-gqa", checkpoints_folder)
 
 
-def test_prompt_logprobs_are_the_full_caches(model):
+def test_trap_20_prompt_logprobs_are_the_full_caches(model):
     """They are computed in prefill, before anything is dropped."""
     with engine(model) as llm:
         plain = llm.outputs([PROMPT], 4, prompt_logprobs=1)[0]
@@ -40,7 +40,7 @@ def test_logprobs_of_the_first_token_are_the_full_caches(model):
 
 
 @pytest.mark.skipif(V2, reason="LoRA kernels do not run under Triton's interpreter")
-def test_lora_requests_beside_plain_ones(model, tmp_path):
+def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
     import torch
     from safetensors.torch import save_file
     from vllm import SamplingParams

@@ -38,7 +38,7 @@ def test_budget_one_is_vllms_own_output(name, plain, checkpoints_folder):
 
 
 @pytest.mark.parametrize("name", SOME[:2])
-def test_prompts_under_the_threshold_are_vllms_own_output(name, plain, checkpoints_folder):
+def test_trap_16_prompts_under_the_threshold_are_vllms_own_output(name, plain, checkpoints_folder):
     config = settings("cake", 0.1, min_prompt=max(LENGTHS) + 1)
     with engine(make(name, checkpoints_folder), additional_config=config) as llm:
         assert llm.generate(PROMPTS) == plain(name)

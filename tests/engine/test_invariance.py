@@ -76,7 +76,7 @@ def test_a_window_split_over_chunks_is_whole(model):
         assert llm.generate(FEW[:2], NEW) == whole
 
 
-def test_async_scheduling_does_not_matter(model, alone, monkeypatch):
+def test_trap_03_async_scheduling_does_not_matter(model, alone, monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 

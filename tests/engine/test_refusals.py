@@ -80,7 +80,7 @@ MLA = dict(
     ],
     ids=["alibi", "mla", "sliding-window"],
 )
-def test_models_that_cannot_work(edited, changes, reason, cure):
+def test_trap_12_models_that_cannot_work(edited, changes, reason, cure):
     with pytest.raises(ConfigError, match=reason) as refusal:
         configure(edited(**changes))
     assert cure in str(refusal.value)
@@ -107,7 +107,7 @@ def test_models_that_cannot_work(edited, changes, reason, cure):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
-def test_options_that_cannot_work(model, options, reason, cure):
+def test_trap_09_10_11_options_that_cannot_work(model, options, reason, cure):
     with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
         configure(model, **options)
     assert cure in str(refusal.value)

@@ -36,7 +36,7 @@ def test_every_seam_names_a_module_of_ours_and_an_end():
         ),
     ],
 )
-def test_a_missing_seam_is_named_with_the_cure(target, params, message):
+def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
     seam = Seam(name="x", target=target, kind="wrap", params=params, remove_when="never")
     with pytest.raises(SeamError, match=message) as refusal:
         seam.check("0.32.0")

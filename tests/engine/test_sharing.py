@@ -95,7 +95,7 @@ def test_a_conversation_whose_history_was_compressed(model):
             assert llm.generate([history], 40)[0] == answer
 
 
-def test_parallel_samples_share_a_prompt(model):
+def test_trap_20_parallel_samples_share_a_prompt(model):
     with engine(model, additional_config=settings(), max_num_seqs=8) as llm:
         from vllm import SamplingParams
 

@@ -1,4 +1,5 @@
-"""The traps that public attempts at this fell into; each test is named after its number.
+"""The traps that public attempts at this fell into; tests of traps carry their number, here and
+elsewhere (`pytest -k trap`).
 
 Traps of speculative decoding, KV connectors and quantised caches are refused (test_refusals.py).
 """
@@ -116,7 +117,22 @@ def test_trap_07_preemption_forgets_the_compression(model):
         assert answer[cut:] == llm.generate([had], 30 - cut)[0]
 
 
-def test_trap_12_window_of_the_budget_is_never_evicted(model):
+def test_trap_10_blocks_of_a_compressed_request_are_not_where_their_tokens_say(model):
+    with engine(model, additional_config=settings()) as llm:
+        assert llm.manager.has_positionally_stable_blocks is False
+        llm.submit("r", PROMPT, 4)
+        llm.step()
+        name = llm.running()[0].request_id
+        packed = {block.block_id for block in llm.manager._packed[name]}
+        assert packed
+        back, pop = [], llm.manager.pop_blocks_for_free
+        llm.manager.pop_blocks_for_free = lambda name: (back.extend(pop(name)), list(back))[1]
+        llm.drain()
+        assert packed <= {block.block_id for block in back}
+        assert llm.free_blocks == llm.pool.num_gpu_blocks - 1
+
+
+def test_the_window_is_never_evicted(model):
     with engine(model, additional_config=settings("streamingllm", 0.2)) as llm:
         kept = []
         from vllm_kvcompress.engine import compressor as module
