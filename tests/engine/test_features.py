@@ -120,3 +120,14 @@ def test_stop_strings_and_lengths_are_vllms(model):
         assert list(stopped.token_ids) == first[: first.index(first[4]) + 1]
         assert stopped.finish_reason == "stop"
         assert llm.outputs([PROMPT], 10)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(V2, reason="torch.compile does not depend on the model runner")
+def test_a_compiled_model_answers_as_an_eager_one(model):
+    with engine(model, additional_config=settings()) as llm:
+        eager = llm.generate([PROMPT, PROMPT[:100]], 10)
+    with engine(model, additional_config=settings(), enforce_eager=False) as llm:
+        assert llm.worker.vllm_config.compilation_config.mode.name != "NONE"
+        assert llm.generate([PROMPT, PROMPT[:100]], 10) == eager
+        assert llm.compressor.compressed == 1
