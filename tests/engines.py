@@ -95,16 +95,27 @@ class Engine:
         raise AssertionError(f"requests were lost after {limit} steps: {self.scheduler.requests}")
 
     def watch_preemptions(self) -> dict[str, list[int]]:
-        """From now on: per request (as submitted), how many tokens it had at each preemption."""
-        seen: dict[str, list[int]] = {}
-        preempt = self.scheduler._preempt_request
+        """From now on: per request (as submitted), how many tokens it had each time it resumed.
 
-        def watching(request: Any, *args: Any, **kwargs: Any) -> None:
-            name = request.request_id.split("-")[0]  # vLLM adds a suffix
-            seen.setdefault(name, []).append(request.num_output_tokens)
+        Counted when it is scheduled again: with async scheduling, what was in flight at the
+        preemption is still delivered before.
+        """
+        seen: dict[str, list[int]] = {}
+        waiting: dict[str, Any] = {}
+        preempt, schedule = self.scheduler._preempt_request, self.scheduler.schedule
+
+        def preempting(request: Any, *args: Any, **kwargs: Any) -> None:
+            waiting[request.request_id] = request
             preempt(request, *args, **kwargs)
 
-        self.scheduler._preempt_request = watching
+        def scheduling(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            for request_id in waiting.keys() & output.num_scheduled_tokens.keys():
+                name = request_id.split("-")[0]  # vLLM adds a suffix
+                seen.setdefault(name, []).append(waiting.pop(request_id).num_output_tokens)
+            return output
+
+        self.scheduler._preempt_request, self.scheduler.schedule = preempting, scheduling
         return seen
 
     def alone(self, prompt: list[int], tokens: int, answer: list[int], cuts: list[int]) -> None:
