@@ -32,10 +32,12 @@ def record(llm) -> dict[int, dict[str, list[torch.Tensor]]]:
         forward = layer.impl.forward
 
         def recording(lay, q, k, v, *rest, forward=forward, impl=layer.impl, **named):
-            kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": []})
+            kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": [], "out": []})
             for name, part in (("q", q), ("k", k), ("v", v)):
                 kept[name].append(part.clone())
-            return forward(lay, q, k, v, *rest, **named)
+            out = forward(lay, q, k, v, *rest, **named)
+            kept["out"].append(out[: len(q)].clone())
+            return out
 
         layer.impl.forward = recording
     return seen
@@ -70,6 +72,24 @@ def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: in
     return out
 
 
+def decoded_from_kept(seen, held, shape, whole: int) -> None:
+    """Every decode step attends to the kept tokens, the tail and what was decoded, and only."""
+    for layer, (keys, values) in enumerate(held):
+        q, k, v, out = (
+            torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
+            for name in ("q", "k", "v", "out")
+        )
+        q, k, v, out = (x.view(len(q), -1, shape.head_dim) for x in (q, k, v, out))
+        assert len(q) > len(PROMPT) + 4
+        for at in range(len(PROMPT), len(q)):
+            for head in range(shape.heads):
+                kv = head // (shape.heads // shape.kv_heads)
+                every_k = torch.cat([keys[kv].double(), k[whole : at + 1, kv]])
+                every_v = torch.cat([values[kv].double(), v[whole : at + 1, kv]])
+                weights = (every_k @ q[at, head] / math.sqrt(shape.head_dim)).softmax(0)
+                assert torch.allclose(out[at, head], weights @ every_v, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", list(ALLOCATORS))
 def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
@@ -98,6 +118,7 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
         llm.drain()
 
     shape, whole = SHAPES[name], len(PROMPT) // BLOCK * BLOCK
+    decoded_from_kept(seen, held, shape, whole)
     q, k, v = (
         [torch.cat(seen[i][part])[: len(PROMPT)] for i in range(shape.layers)] for part in "qkv"
     )
