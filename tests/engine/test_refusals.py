@@ -77,8 +77,9 @@ MLA = dict(
             "sliding window of 512",
             "--disable-sliding-window",
         ),
+        (dict(attn_logit_softcapping=50.0), "soft cap of 50.0", "without --kv-compress"),
     ],
-    ids=["alibi", "mla", "sliding-window"],
+    ids=["alibi", "mla", "sliding-window", "soft-cap"],
 )
 def test_trap_12_models_that_cannot_work(edited, changes, reason, cure):
     with pytest.raises(ConfigError, match=reason) as refusal:
@@ -145,6 +146,15 @@ def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, val
     with pytest.raises(ConfigError, match=reason) as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
     assert cure in str(refusal.value)
+
+
+def test_a_processor_whose_cache_layout_is_unknown_is_refused(model, monkeypatch):
+    """vLLM's ARM kernels store keys and values in tiles."""
+    from vllm_kvcompress.engine import refusals
+
+    monkeypatch.setattr(refusals.platform, "machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match=r"x86-64 alone, this is aarch64; serve without"):
+        configure(model)
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0.0", "0.12.1"])

@@ -179,6 +179,15 @@ def test_trap_15_what_ranks_must_agree_on_comes_from_lengths_alone(model):
     assert len(set(plans)) == 1
 
 
+def test_trap_16_an_answer_of_one_token_is_not_paid_for(model):
+    """It comes from the full cache: a compression would never be read."""
+    with engine(model, additional_config=settings()) as llm:
+        llm.generate([PROMPT], 1)
+        assert llm.compressor.compressed == 0
+        llm.generate([PROMPT], 2)
+        assert llm.compressor.compressed == 1
+
+
 def test_trap_18_the_compressions_are_counted(model):
     with engine(model, additional_config=settings()) as llm:
         llm.generate([PROMPT, PROMPT[:100], PROMPT[:200]], 2)

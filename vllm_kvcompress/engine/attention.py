@@ -52,6 +52,11 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
             # AMX stores K in tiles; the vector kernels read the layout of `kv_layouts.cpu_attn`
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
+        if self.isa not in ("vec", "vec16"):
+            raise ConfigError(
+                f"--kv-compress knows the cache layout of the kernels 'vec' and 'vec16', not of"
+                f" {self.isa!r}; serve without --kv-compress on this machine"
+            )
 
     def bind(self, compressor: PromptCompressor, batch_order: BatchOrder) -> None:
         """Connect the builder to its worker; until then it builds as vLLM does."""

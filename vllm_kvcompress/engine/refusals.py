@@ -1,5 +1,6 @@
 """What compression cannot work with, each refused in one sentence before the model loads."""
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,16 @@ def _alibi(config: VllmConfig) -> str | None:
     return None
 
 
+def _processor(config: VllmConfig) -> str | None:
+    machine = platform.machine().lower()
+    if machine not in {"x86_64", "amd64"}:
+        return (
+            "the CPU backend's cache layout is known on x86-64 alone, this is"
+            f" {machine}; serve without --kv-compress on this machine"
+        )
+    return None
+
+
 def _mla(config: VllmConfig) -> str | None:
     if config.model_config.use_mla:
         return f"MLA models keep one latent per token instead of keys and values; {_WITHOUT}"
@@ -44,6 +55,8 @@ def _full_attention(config: VllmConfig) -> str | None:
     types = set(getattr(hf, "layer_types", None) or ())
     if model.runner_type != "generate":
         return f"only generating models decode, this one is for {model.runner_type}; {_WITHOUT}"
+    if getattr(model, "is_diffusion", False):
+        return f"diffusion models take tokens back after they were counted; {_WITHOUT}"
     if getattr(model, "is_encoder_decoder", False):
         return f"encoder-decoder models are not supported; {_WITHOUT}"
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
@@ -56,6 +69,13 @@ def _full_attention(config: VllmConfig) -> str | None:
             f"every layer must be full attention, this model has a sliding window of {window};"
             f" {_WITHOUT}, or pass --disable-sliding-window for prompts shorter than it"
         )
+    return None
+
+
+def _soft_cap(config: VllmConfig) -> str | None:
+    cap = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
+    if cap:
+        return f"scores are taken before the soft cap of {cap} on this model's logits; {_WITHOUT}"
     return None
 
 
@@ -138,9 +158,11 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 
 REFUSALS: tuple[Callable[[Any], str | None], ...] = (
+    _processor,
     _mla,
     _alibi,
     _full_attention,
+    _soft_cap,
     _kv_connector,
     _context_parallel,
     _pipeline_parallel,
