@@ -90,6 +90,7 @@ def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
         assert llm.compressor.compressed == 7
 
 
+@pytest.mark.skipif(V2, reason="vLLM's bitmask kernel does not run under Triton's interpreter")
 def test_structured_output_holds_on_a_compressed_prompt(demo_model):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
