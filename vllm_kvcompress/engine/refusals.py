@@ -26,7 +26,8 @@ def _alibi(config: VllmConfig) -> str | None:
         and getattr(hf, "hidden_size", 0) != 4096
     )
     position = getattr(hf, "position_embedding_type", None) == "alibi"
-    if getattr(hf, "alibi", False) or in_attn or named or baichuan13 or position:
+    known = getattr(config.model_config, "uses_alibi", False)
+    if known or getattr(hf, "alibi", False) or in_attn or named or baichuan13 or position:
         return (
             f"ALiBi needs every token at its true position, which a packed page has not; {_WITHOUT}"
         )
