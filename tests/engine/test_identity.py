@@ -46,9 +46,7 @@ def test_trap_16_prompts_under_the_threshold_are_vllms_own_output(name, plain, c
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
-def test_first_token_is_the_full_caches_and_the_budget_is_exact(
-    name, method, plain, checkpoints_folder
-):
+def test_first_token_is_the_full_caches_with_every_method(name, method, plain, checkpoints_folder):
     budget = 0.2
     with engine(make(name, checkpoints_folder), additional_config=settings(method, budget)) as llm:
         plans = []

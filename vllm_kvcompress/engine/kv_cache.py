@@ -207,8 +207,8 @@ class CompressedManager(FullAttentionManager):
         """
         request = self._request(request_id)
         short = request.num_prompt_tokens < self._spec.settings.min_prompt
-        short = short or request.max_tokens - request.num_output_tokens <= 1  # nothing to decode
-        if short or request.resumable or request.pooling_params is not None:
+        one_token = request.max_tokens - request.num_output_tokens <= 1  # nobody would read it
+        if short or one_token or request.resumable or request.pooling_params is not None:
             return None
         return _plan(self._spec, request.num_tokens)
 
