@@ -29,6 +29,7 @@ SHAPES = {
     "llama-mha": Shape(LlamaConfig, 3, 4, 4, 32),
     "llama-mqa": Shape(LlamaConfig, 3, 4, 1, 64),
     "llama-one-layer": Shape(LlamaConfig, 1, 2, 1, 32),
+    "llama-d80": Shape(LlamaConfig, 2, 2, 1, 80),  # not a multiple of 32: vLLM's vec16 kernels
     "qwen2": Shape(Qwen2Config, 3, 6, 2, 32),
     "qwen3": Shape(Qwen3Config, 3, 4, 2, 64),
     "mistral": Shape(MistralConfig, 3, 4, 2, 32),

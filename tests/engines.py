@@ -73,11 +73,19 @@ class Engine:
         done: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
         return done
 
-    def submit(self, request_id: str, prompt: list[int], tokens: int = 12, **params: Any) -> str:
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        tokens: int = 12,
+        priority: int = 0,
+        **params: Any,
+    ) -> str:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
-        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+        inputs = {"prompt_token_ids": list(prompt)}
+        self.llm.llm_engine.add_request(request_id, inputs, sampling, priority=priority)
         return request_id
 
     def step(self) -> dict[str, Any]:
@@ -93,6 +101,11 @@ class Engine:
             for request_id, output in self.step().items():
                 done[request_id] = list(output.outputs[0].token_ids)
         raise AssertionError(f"requests were lost after {limit} steps: {self.scheduler.requests}")
+
+    def settle(self) -> None:
+        """Let what async scheduling still has in flight come back."""
+        for _ in range(3):
+            self.llm.llm_engine.step()
 
     def watch_preemptions(self) -> dict[str, list[int]]:
         """From now on: per request (as submitted), how many tokens it had each time it resumed.

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,10 +67,17 @@ def test_two_ranks_answer_as_one(answers):
     assert log.count("kv-compress: request=") == 2 * 2  # prompts x ranks
 
 
-def test_cake_on_two_ranks_keeps_the_first_token_and_short_prompts(answers):
-    """CAKE's layer budgets come from each rank's own heads, so later tokens may differ."""
+def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(answers):
+    """CAKE's layer budgets come from each rank's own heads, so later tokens may differ.
+
+    What the scheduler counts may not: every rank keeps as many pages and blocks.
+    """
     whole, _ = answers(2, "off")
     two, log = answers(2, "cake")
     assert [answer[0] for answer in two] == [answer[0] for answer in whole]
     assert two[2] == whole[2]
     assert log.count("kv-compress: request=") == 2 * 2
+    line = r"request=(\S+) prompt_tokens=(\d+) kept_tokens=(\S+) .*blocks_after=(\d+)"
+    kept = Counter(re.findall(line, log))
+    assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(LENGTHS[:2])
+    assert set(kept.values()) == {2}, kept

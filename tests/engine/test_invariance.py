@@ -76,17 +76,9 @@ def test_a_window_split_over_chunks_is_whole(model):
         assert llm.generate(FEW[:2], NEW) == whole
 
 
-def test_trap_03_async_scheduling_does_not_matter(model, alone, monkeypatch):
-    from vllm.platforms.cpu import CpuPlatform
+def test_trap_03_async_scheduling_does_not_matter(model, alone, keep_async_scheduling):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    check = CpuPlatform.check_and_update_config
-
-    def keep_async(config) -> None:
-        check(config)  # switches async scheduling off: a CPU does not need it
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_async))
     with engine(model, additional_config=settings(), async_scheduling=True) as llm:
         assert isinstance(llm.scheduler, AsyncScheduler)
         assert llm.core.batch_queue is not None

@@ -21,7 +21,7 @@ from vllm_kvcompress.policies.budgets import round_to_pages
 WINDOW = 32
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 ALLOCATORS = {"cake": Cake(), "snapkv": Uniform(), "pyramidkv": Pyramid()}
-NAMES = ["llama-gqa"] if V2 else ["llama-gqa", "llama-mha", "llama-mqa", "qwen3"]
+NAMES = ["llama-gqa"] if V2 else ["llama-gqa", "llama-mha", "llama-mqa", "llama-d80", "qwen3"]
 PROMPT = tokens(417, seed=33)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_the_settings_are_part_of_vllms_hash(model):
 BLOOM = dict(
     architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4, hidden_size=128
 )
+LINEAR = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+MAMBA = dict(
+    architectures=["MambaForCausalLM"], model_type="mamba", state_size=16, num_hidden_layers=2
+)
+WHISPER = dict(
+    architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
+    encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+)  # fmt: skip
 MLA = dict(
     architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
     q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
@@ -78,8 +87,16 @@ MLA = dict(
             "--disable-sliding-window",
         ),
         (dict(attn_logit_softcapping=50.0), "soft cap of 50.0", "without --kv-compress"),
+        (
+            dict(layer_types=LINEAR),
+            r"this model has \['full_attention', 'linear_attention'\]",
+            "without --kv-compress",
+        ),
+        (dict(num_kv_shared_layers=2), "share KV caches, and 2 of", "without --kv-compress"),
+        (MAMBA, "state-space layers", "without --kv-compress"),
+        (WHISPER, "encoder-decoder models", "without --kv-compress"),
     ],
-    ids=["alibi", "mla", "sliding-window", "soft-cap"],
+    ids=lambda v: None if isinstance(v, dict) else "",
 )
 def test_trap_12_models_that_cannot_work(edited, changes, reason, cure):
     with pytest.raises(ConfigError, match=reason) as refusal:
@@ -104,6 +121,7 @@ def test_trap_12_models_that_cannot_work(edited, changes, reason, cure):
         ({"kv_cache_dtype": "fp8"}, "quantised KV caches", "--kv-cache-dtype auto"),
         ({"pipeline_parallel_size": 2}, "one rank", "--pipeline-parallel-size 1"),
         ({"scheduler_cls": "somebody.Else"}, "own scheduler", "--scheduler-cls"),
+        ({"worker_cls": "somebody.Elses"}, "vLLM's own workers", "--worker-cls"),
         ({"runner": "pooling"}, "only generating models", "without --kv-compress"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
@@ -229,7 +247,7 @@ def test_flags_win_over_additional_config_and_a_wrong_one_is_refused(model):
     got = engine_args("--model", model, "--additional-config", given, "--kv-budget", "0.1")
     assert got.additional_config["kvcompress"] == {"compress": "cake", "budget": 0.1, "window": 8}
     wrong = ("--additional-config", '{"kvcompress": "cake"}', "--kv-budget", "0.1")
-    with pytest.raises(ConfigError, match="must be an object"):
+    with pytest.raises(SystemExit, match="2"):
         engine_args("--model", model, *wrong)
 
 
@@ -277,9 +295,19 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
         ),
     ],
 )
-def test_settings_that_contradict_each_other(arguments, message, model):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_contradict_each_other(arguments, message, capsys, model):
+    with pytest.raises(SystemExit, match="2"):
         engine_args("--model", model, *arguments)
+    assert re.search(f"^vllm: error: .*{message}", capsys.readouterr().err.splitlines()[-1])
+
+
+def test_a_model_that_cannot_work_ends_the_command_with_one_sentence(edited, capsys):
+    given = engine_args("--model", edited(attn_logit_softcapping=50.0), "--kv-compress", "cake")
+    given.skip_tokenizer_init = True
+    with pytest.raises(SystemExit, match="2"):
+        given.create_engine_config()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("vllm: error: --kv-compress cake: scores are taken before the soft cap")
 
 
 # -- requests ---------------------------------------------------------------------------------

@@ -51,16 +51,26 @@ def test_one_after_the_other_in_either_order(pair, model, alone):
         assert again.num_cached_tokens >= (len(first) - 32 - BLOCK) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
-def test_overlapping(delay, model, alone):
-    first, second = _pairs()[1]
-    with engine(model, additional_config=settings()) as llm:
-        llm.submit("0", first, NEW)
-        for _ in range(delay):
-            llm.step()
-        llm.submit("1", second, NEW)
-        got = {key.split("-")[0]: value for key, value in llm.drain().items()}
-        assert got == {"0": alone[tuple(first)], "1": alone[tuple(second)]}
+@pytest.mark.parametrize("chunk", [96, 8192])
+def test_overlapping(chunk, model, alone):
+    """The second starts while the first prefills, is compressed or decodes, in either order."""
+    with engine(
+        model,
+        additional_config=settings(),
+        max_num_batched_tokens=chunk,
+        max_num_seqs=4,
+        max_model_len=2048,
+    ) as llm:
+        for pair in (_pairs()[1], _pairs()[1][::-1], _pairs()[2], _pairs()[3]):
+            prefill = -(-len(pair[0]) // chunk)
+            for delay in {0, 1, prefill - 1, prefill, prefill + 2}:
+                assert llm.llm.reset_prefix_cache()
+                llm.submit("0", pair[0], NEW)
+                for _ in range(delay):
+                    llm.step()
+                llm.submit("1", pair[1], NEW)
+                got = {key.split("-")[0]: value for key, value in llm.drain().items()}
+                assert got == {"0": alone[tuple(pair[0])], "1": alone[tuple(pair[1])]}, delay
 
 
 def test_the_cache_keeps_prompt_blocks_and_nothing_computed_after(model):

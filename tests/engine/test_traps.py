@@ -117,6 +117,43 @@ def test_trap_07_preemption_forgets_the_compression(model):
         assert answer[cut:] == llm.generate([had], 30 - cut)[0]
 
 
+@pytest.mark.parametrize("spare", [0, 3], ids=["in place", "into fresh blocks"])
+def test_trap_07_preempted_in_the_step_that_planned_its_compression(spare, model):
+    """Priority scheduling takes back a prefill that it scheduled a moment ago."""
+    low, high, other = tokens(6 * BLOCK, seed=1), tokens(BLOCK, seed=2), tokens(4, seed=3)
+    options = dict(
+        additional_config=settings("cake", 0.4),
+        max_model_len=7 * BLOCK,
+        enable_prefix_caching=False,
+    )
+    with engine(
+        model,
+        blocks=1 + 8 + spare,
+        scheduling_policy="priority",
+        long_prefill_token_threshold=2 * BLOCK,
+        **options,
+    ) as llm:
+        taken, preempt = [], llm.scheduler._preempt_request
+
+        def preempting(request, *rest, **named):
+            taken.append(len(llm.manager._planned))
+            preempt(request, *rest, **named)
+            assert not llm.manager._planned
+
+        llm.scheduler._preempt_request = preempting
+        llm.submit("other", other, 20)  # a prompt alone in its engine is not cut into chunks
+        llm.submit("low", low, 8, priority=5)
+        llm.step()
+        llm.submit("high", high, 8, priority=0)
+        got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+        assert taken == [1]
+        assert llm.free_blocks == 8 + spare
+        assert llm.compressor.compressed == 1
+    with engine(model, **options) as llm:
+        assert got["low"] == llm.generate([low], 8)[0]
+        assert got["high"] == llm.generate([high], 8)[0]
+
+
 def test_trap_10_blocks_of_a_compressed_request_are_not_where_their_tokens_say(model):
     with engine(model, additional_config=settings()) as llm:
         assert llm.manager.has_positionally_stable_blocks is False
@@ -206,14 +243,15 @@ def test_trap_19_the_gauge_sees_the_freed_blocks_in_the_same_step(model):
 
 
 @pytest.mark.skipif(V2, reason="the layout of the cache does not depend on the model runner")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa", "qwen3"])
-def test_the_adapter_reads_what_vllm_wrote(name, dtype, checkpoints_folder):
+@pytest.mark.parametrize(("dtype", "block"), [("float32", 32), ("bfloat16", 32), ("bfloat16", 128)])
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-d80", "qwen3"])
+def test_the_adapter_reads_what_vllm_wrote(name, dtype, block, checkpoints_folder):
     """Keys and values as the attention layers received them, found again in the pages."""
     with engine(
         make(name, checkpoints_folder),
         additional_config=settings(min_prompt=100_000),
         dtype=dtype,
+        block_size=block,
         enable_prefix_caching=False,
     ) as llm:
         written = {}

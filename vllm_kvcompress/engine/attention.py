@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_kvcompress.engine.compressor import PromptCompressor
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, SeamError
 
 
 class BatchOrder(Protocol):
@@ -156,7 +156,8 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
             "a logits soft cap": bool(self.logits_soft_cap),
             "attention sinks": self.sinks is not None,
             "KV sharing between layers": self.kv_sharing_target_layer_name is not None,
-            f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
+            f"{AttentionType(self.attn_type).value} attention": self.attn_type
+            != AttentionType.DECODER,
         }
         if found := [what for what, is_so in refused.items() if is_so]:
             raise ConfigError(
@@ -209,8 +210,16 @@ def override_backend() -> Iterator[None]:
     """While a compressing worker builds its model, its attention layers get our backend.
 
     The override ends with the block, so that another engine in the same process is not touched.
+
+    Raises:
+        SeamError: another plugin has put its own backend in that place.
     """
     backend = AttentionBackendEnum.CPU_ATTN
+    if backend.is_overridden():
+        raise SeamError(
+            f"compression replaces vLLM's own {backend.name} backend, and another plugin already"
+            f" put {backend.get_path()} there; remove that plugin or serve without --kv-compress"
+        )
     _cached_get_attn_backend.cache_clear()
     register_backend(backend, f"{__name__}.{CompressedCPUBackend.__qualname__}")
     try:

@@ -7,15 +7,18 @@ parsed arguments into EngineArgs: whatever the order of the flags, neither overw
 import argparse
 import functools
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, KVCompressError
 
 _INSTALLED = "_kvcompress_cli_args"
+_FROM_COMMAND = "_kvcompress_from_command"
 
 # flag -> (field of CompressionConfig, metavar, help)
 FLAGS = {
@@ -110,6 +113,25 @@ def fold(args: argparse.Namespace) -> None:
     args.additional_config = merged
 
 
+@contextmanager
+def ending_the_command() -> Iterator[None]:
+    """What we refuse ends a command as argparse ends it: one sentence and status 2.
+
+    Raises:
+        SystemExit: in place of a KVCompressError.
+    """
+    try:
+        yield
+    except KVCompressError as e:
+        sys.stderr.write(f"vllm: error: {e}\n")
+        raise SystemExit(2) from None
+
+
+def from_command(engine_args: EngineArgs) -> bool:
+    """Whether `engine_args` were typed as flags, and compression is among them."""
+    return getattr(engine_args, _FROM_COMMAND, False)
+
+
 def install() -> None:
     """Wrap the two EngineArgs methods; safe to call twice."""
     if getattr(EngineArgs, _INSTALLED, False):
@@ -125,8 +147,12 @@ def install() -> None:
 
     @functools.wraps(from_cli_args)
     def folding(cls: Any, args: argparse.Namespace) -> Any:
-        fold(args)
-        return from_cli_args(cls, args)
+        with ending_the_command():
+            fold(args)
+        engine_args = from_cli_args(cls, args)
+        if "kvcompress" in (engine_args.additional_config or {}):
+            setattr(engine_args, _FROM_COMMAND, True)
+        return engine_args
 
     EngineArgs.add_cli_args = staticmethod(with_flags)
     EngineArgs.from_cli_args = classmethod(folding)

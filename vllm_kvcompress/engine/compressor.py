@@ -113,7 +113,7 @@ class PromptCompressor:
             query_start: ``R + 1`` token offsets of the rows, on the host.
             block_table: ``[R, W]`` int32 vLLM block ids.
         """
-        step = self._step
+        step, self._step = self._step, None  # one batch a step: it is laid out once
         if step is None:
             return
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
@@ -184,13 +184,21 @@ class PromptCompressor:
             finishing.shift[layer] = seen.shift
 
     def end_step(self) -> None:
-        """Pack the prompts that ended: from the next step on they are read compressed."""
+        """Pack the prompts that ended: from the next step on they are read compressed.
+
+        Raises:
+            RuntimeError: the batch was never laid out, so that blocks would be freed unpacked.
+        """
+        if self._step is not None:
+            raise RuntimeError(
+                f"the step ran without its compressions of {self._step.compress}: the attention"
+                " backend's metadata builder was not called"
+            )
         for finishing in self._finishing:
             self._pack(finishing)
             self._prefills.pop(finishing.todo.request_id, None)
         self._finishing = []
         self._spans = []
-        self._step = None
         self.running = False
 
     # -- packing ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ setting it returns vLLM's configuration untouched.
 
 import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import vllm
@@ -15,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.refusals import refuse_unsupported
 from vllm_kvcompress.engine.seams import check_all
 from vllm_kvcompress.errors import ConfigError
@@ -84,10 +86,13 @@ def install() -> None:
 
     @functools.wraps(create)
     def creating(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
-        settings = settings_in(self.additional_config)  # before vLLM reads the model
+        refusing = ending_the_command if from_command(self) else nullcontext
+        with refusing():
+            settings = settings_in(self.additional_config)  # before vLLM reads the model
         config = create(self, *args, **kwargs)
         if settings is not None:
-            configure(config, settings)
+            with refusing():
+                configure(config, settings)
         return config
 
     EngineArgs.create_engine_config = creating

@@ -143,6 +143,9 @@ def _cache_dtype(config: VllmConfig) -> str | None:
 
 
 def _kv_sharing(config: VllmConfig) -> str | None:
+    shared = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0)
+    if shared:
+        return f"layers must not share KV caches, and {shared} of this model do; {_WITHOUT}"
     if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
         return "layers must not share KV caches; remove --kv-sharing-fast-prefill"
     return None

@@ -81,6 +81,12 @@ def bind_compressor(
             f" {len(kv_cache_config.kv_cache_groups)} KV cache groups, {len(builders)} builders"
             f" and foreign classes {sorted({cls.__name__ for cls in wrong})}"
         )
+    scales = {layer.impl.scale for layer in layers}
+    if len(scales) != 1:
+        raise SeamError(
+            f"compression needs one factor on the logits in all layers, got {sorted(scales)};"
+            " serve this model without --kv-compress"
+        )
     block_size = group.kv_cache_spec.block_size
     caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
     if caches[0].shape[0] != kv_cache_config.num_blocks:
@@ -98,7 +104,7 @@ def bind_compressor(
         settings,
         pool,
         LAYOUTS["CPU_ATTN"],
-        scale=layers[0].impl.scale,
+        scale=scales.pop(),
         num_layers=len(layers),
     )
     for index, layer in enumerate(layers):

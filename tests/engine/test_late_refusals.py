@@ -1,0 +1,130 @@
+"""What only the built model shows: refused before its KV cache exists, in one sentence."""
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from checkpoints import make
+from engines import engine, settings
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.attention import CompressedCPUImpl, override_backend
+from vllm_kvcompress.engine.kv_cache import CompressedSpec, compressed_specs
+from vllm_kvcompress.errors import ConfigError, SeamError
+
+SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+CAKE = CompressionConfig.parse({"compress": "cake"})
+
+
+@pytest.fixture(scope="module")
+def vllm_config(checkpoints_folder):
+    model = make("llama-gqa", checkpoints_folder)
+    return EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
+
+
+def full(**changes) -> FullAttentionSpec:
+    return FullAttentionSpec(**{**SHAPE, **changes})
+
+
+def test_equal_full_layers_are_taken():
+    specs = compressed_specs({"a": full(), "b": full()}, CAKE)
+    assert all(isinstance(spec, CompressedSpec) for spec in specs.values())
+    assert {spec.num_compressed_layers for spec in specs.values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (SlidingWindowSpec(**SHAPE, sliding_window=512), r"b is sliding-window attention \(512"),
+        (full(sliding_window=128), r"b is sliding-window attention \(128 tokens\)"),
+        (full(attention_chunk_size=64), "b is FullAttentionSpec"),
+        (ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64), "b is ChunkedLocal"),
+        (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)), "b is MambaSpec"),
+        (full(num_kv_heads=4), "b differs from a"),
+        (full(head_size=128), "b differs from a"),
+        (full(dtype=torch.bfloat16), "b differs from a"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_trap_12_layers_that_are_not_alike(last, reason, turned):
+    layers = {"a": full(), "b": last}
+    if turned:  # the odd one first: it is found too
+        layers = dict(reversed(layers.items()))
+        reason = reason.replace("b differs from a", "a differs from b")
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        compressed_specs(layers, CAKE)
+    assert "without --kv-compress" in str(refusal.value)
+
+
+def test_a_model_without_a_cache():
+    with pytest.raises(ConfigError, match="needs a model with a KV cache"):
+        compressed_specs({}, CAKE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (dict(alibi_slopes=[0.5, 0.25]), "ALiBi"),
+        (dict(sliding_window=128), "a sliding window"),
+        (dict(logits_soft_cap=30.0), "a logits soft cap"),
+        (dict(sinks=torch.zeros(2)), "attention sinks"),
+        (dict(kv_sharing_target_layer_name="model.layers.0"), "KV sharing between layers"),
+        (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only attention"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
+)
+def test_trap_12_attention_that_a_packed_page_cannot_serve(arguments, reason, vllm_config):
+    usual = dict(alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
+    with set_current_vllm_config(vllm_config):
+        CompressedCPUImpl(2, 64, 0.125, num_kv_heads=2, **usual)
+        with pytest.raises(ConfigError, match=reason) as refusal:
+            CompressedCPUImpl(2, 64, 0.125, num_kv_heads=2, **{**usual, **arguments})
+    assert "without --kv-compress" in str(refusal.value)
+
+
+def test_another_plugins_backend_is_not_thrown_out():
+    backend = AttentionBackendEnum.CPU_ATTN
+    register_backend(backend, "somebody.elses.Backend")
+    try:
+        with (
+            pytest.raises(SeamError, match=r"already put somebody\.elses\.Backend there"),
+            override_backend(),
+        ):
+            pytest.fail("must not be entered")
+        assert backend.get_path() == "somebody.elses.Backend"
+    finally:
+        backend.clear_override()
+    with override_backend():
+        assert backend.is_overridden()
+    assert not backend.is_overridden()
+
+
+def test_layers_that_scale_their_logits_differently(checkpoints_folder):
+    from vllm_kvcompress.engine.worker import bind_compressor
+
+    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+        runner = llm.worker.model_runner
+        context = llm.worker.vllm_config.compilation_config.static_forward_context
+        last = list(context.values())[-1]
+        last.impl.scale = last.impl.scale * 2
+        with pytest.raises(SeamError, match="one factor on the logits"):
+            bind_compressor(
+                llm.worker.vllm_config, llm.worker.settings, runner, runner.kv_cache_config
+            )
+
+
+def test_a_step_that_never_laid_out_its_batch_does_not_pass_for_a_compression(checkpoints_folder):
+    """Its blocks are freed already: to go on would be to read what was never packed."""
+    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+        llm.compressor.begin_batch = lambda *batch: None
+        llm.submit("r", list(range(1, 300)), 4)
+        with pytest.raises(RuntimeError, match="ran without its compressions of"):
+            llm.step()
