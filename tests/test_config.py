@@ -12,12 +12,18 @@ from vllm_kvcompress.config import MAX_WINDOW, METHODS, PRESETS, CompressionConf
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.plan import Prompt
 from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.d2o import D2O
+from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
+from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.policies.scorers.chance import Random
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
+from vllm_kvcompress.policies.scorers.tova import Tova
 from vllm_kvcompress.policies.scorers.window import SnapKV
-from vllm_kvcompress.policies.selectors import top_k
+from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf
@@ -45,7 +51,7 @@ def test_off_by_default():
     config = CompressionConfig.parse({})
     assert config == CompressionConfig()
     assert not config.enabled
-    assert METHODS == ("off", "snapkv", "pyramidkv", "streamingllm", "cake")
+    assert ("off", *PRESETS, "custom") == METHODS
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,14 @@ def test_off_by_default():
         ("pyramidkv", Pyramid(beta=20.0), SnapKV(pooling="max", kernel=7), 32),
         ("streamingllm", Uniform(), StreamingLLM(sinks=4), 0),
         ("cake", Cake(tau1=1.0, tau2=1.0), CakeIndicator(gamma=200.0, kernel=5), 32),
+        ("h2o", Uniform(), H2O(), 32),
+        ("tova", Uniform(), Tova(), 1),
+        ("dynamickv", DynamicKV(r_max=10.0, every=4), SnapKV(pooling="max", kernel=7), 8),
+        ("d2o", D2O(norm="layer_minmax", floor=8), H2O(), 0),
+        ("chunkkv", Uniform(), SnapKV(kernel=1), 32),
+        ("caote", Uniform(), Caote(base="snapkv", reduce="mean"), 32),
+        ("fastcaote", Uniform(), FastCaote(base="snapkv", reduce="mean"), 32),
+        ("random", Uniform(), Random(seed=0), 32),
     ],
 )
 def test_presets(name, allocator, scorer, window):
@@ -63,10 +77,89 @@ def test_presets(name, allocator, scorer, window):
     assert config.enabled
     assert config.build_allocator() == allocator
     assert config.build_scorer() == scorer
-    assert config.build_selector() is top_k
+    selectors = {"chunkkv": Chunks(size=10, shared=True, reuse=1), "d2o": HeavyRecent(sinks=4)}
+    assert config.build_selector() == selectors.get(name, TopK())
+    assert config.names.merge == (name == "d2o")
     assert config.resolved_window == window
     assert (config.budget, config.min_prompt, config.log_requests) == (0.2, 1024, False)
-    assert set(PRESETS) == set(METHODS) - {"off"}
+    assert set(PRESETS) == set(METHODS) - {"off", "custom"}
+
+
+def test_a_method_of_ones_own():
+    raw = {"allocator": "cake", "scorer": "caote", "base": "snapkv", "selector": "chunks"}
+    config = CompressionConfig.parse(raw)
+    assert config.compress == "custom"
+    assert config.build_allocator() == Cake()
+    assert config.build_scorer() == Caote(base="snapkv")
+    assert config.build_selector() == Chunks()
+    assert config.resolved_window == 32
+    assert CompressionConfig.parse(config.to_additional_config()) == config
+    assert CompressionConfig.parse({"scorer": "tova"}).resolved_window == 1
+    assert CompressionConfig.parse({"scorer": "tova", "allocator": "cake"}).resolved_window == 32
+    refused("need a method", raw={"selector": "chunks"})
+
+
+@pytest.mark.parametrize(("base", "window"), [("snapkv", 32), ("tova", 1), ("h2o", 32)])
+def test_caotes_window_is_its_bases(base, window):
+    assert parse("caote", base=base).resolved_window == window
+    assert parse("caote", base=base, window=16).resolved_window == 16
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"compress": "h2o", "base": "tova"}, ("base='tova' is for", "'h2o'", "remove base")),
+        ({"compress": "caote", "base": "tova", "allocator": "cake"}, ("window to at least 2",)),
+        ({"compress": "dynamickv", "scorer": "streamingllm"}, ("ranks by position", "'uniform'")),
+        ({"compress": "dynamickv", "scorer": "random"}, ("ranks at random", "'uniform'")),
+        ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
+        ({"compress": "tova", "window": 0}, ("reads the attention of a window",)),
+        ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
+        ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),
+        ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),
+    ],
+)
+def test_combinations_that_make_no_sense(raw, words):
+    refused(*words, raw=raw)
+
+
+def test_lists_become_parameters():
+    config = parse("d2o", allocator_params={"skip_layers": [0, 1, -1]})
+    assert config.build_allocator() == D2O(skip_layers=(0, 1, -1))
+    assert CompressionConfig.parse(config.to_additional_config()) == config
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "tau"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 128, (1.6, 0.6)),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 1024, (1.6, 0.4)),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 1024, (0.8, 0.5)),
+        ("meta-llama/Llama-2-7b-chat-hf", 128, (0.9, 2.3)),
+        ("Qwen/Qwen2.5-7B-Instruct", 1024, (1.5, 0.6)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 512, (1.0, 1.0)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 0.1, (1.0, 1.0)),
+        ("meta-llama/Llama-3.1-70B-Instruct", 128, (1.0, 1.0)),
+        ("some/other-model", 128, (1.0, 1.0)),
+    ],
+)
+def test_published_temperatures(model, budget, tau):
+    config = parse("cake", model=model, budget=budget)
+    assert config.build_allocator() == Cake(tau1=tau[0], tau2=tau[1])
+    own = parse("cake", model=model, budget=budget, allocator_params={"tau1": 0.7})
+    assert own.build_allocator() == Cake(tau1=0.7, tau2=tau[1])
+
+
+def test_published_r_max():
+    assert parse("dynamickv", model="Qwen/Qwen2-7B-Instruct").build_allocator().r_max == 10.0
+
+
+def test_a_ratio_is_rounded_once_where_the_method_says_so():
+    """METHODS 2.5: ``round(rho * S * N)`` for D2O, a floor in every layer for the others."""
+    assert parse("d2o", budget=0.2).prompt(6, 257).kept == 308
+    assert parse("snapkv", budget=0.2).prompt(6, 257).kept == 6 * 51
+    assert parse("d2o", budget=51).prompt(6, 257).kept == 6 * 51
 
 
 def test_replacements():
@@ -277,9 +370,9 @@ def test_other_unknown_names(raw):
 
 
 def test_unknown_names_list_the_known():
-    refused("'cake', 'off', 'pyramidkv', 'snapkv', 'streamingllm'", raw={"compress": "zzz"})
-    refused("'cake', 'pyramid', 'uniform'", allocator="zzz")
-    refused("'cake', 'snapkv', 'streamingllm'", scorer="zzz")
+    refused("'cake'", "'dynamickv'", "'off'", "'random'", "'tova'", raw={"compress": "zzz"})
+    refused("'cake', 'd2o', 'dynamickv', 'pyramid', 'uniform'", allocator="zzz")
+    refused("'cake', 'caote', 'fastcaote', 'h2o'", "'tova'", scorer="zzz")
     refused("'gamma', 'kernel'", scorer_params={"zzz": 1})
     refused("'budget', 'compress'", raw={"zzz": 1})
 
@@ -347,10 +440,14 @@ FULL = {
     "window": 16,
     "min_prompt": 0,
     "allocator": "cake",
-    "scorer": "cake",
-    "selector": "topk",
+    "scorer": "caote",
+    "base": "tova",
+    "selector": "chunks",
+    "merge": True,
+    "model": "meta-llama/Llama-3.1-8B",
+    "selector_params": {"size": 20, "shared": False},
     "allocator_params": {"tau1": 1.6, "tau2": 0.4},
-    "scorer_params": {"kernel": 3, "gamma": 100.5},
+    "scorer_params": {"kernel": 3, "reduce": "l2"},
     "log_requests": True,
 }
 

@@ -4,12 +4,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.pipeline import kept_positions, layer_pages
-from vllm_kvcompress.plan import LayerStats, PagePlan, Prompt, WindowColumns, page_plan
+from vllm_kvcompress.plan import Columns, LayerStats, PagePlan, Prompt, page_plan
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
-from vllm_kvcompress.policies.selectors import top_k
+from vllm_kvcompress.policies.selectors import TopK
 
 prop = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -96,7 +96,7 @@ def test_kept_positions(plan, heads, seed, data):
     pages = data.draw(st.integers(plan.floor_pages, plan.full_blocks))
     rng = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 5, (heads, plan.tokens - plan.window), generator=rng).float()
-    kept = kept_positions(scores, plan, pages, top_k)
+    kept = kept_positions(scores, plan, pages, TopK())
     assert kept.shape == (heads, pages * plan.block_size)
     assert kept.dtype == torch.int64
     assert (kept.diff(dim=1) > 0).all()
@@ -114,7 +114,7 @@ def test_more_pages_keep_the_same_tokens_and_others(plan, seed, data):
     more = data.draw(st.integers(fewer, plan.full_blocks))
     rng = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, plan.tokens - plan.window, generator=rng)
-    few, many = (kept_positions(scores, plan, p, top_k)[0] for p in (fewer, more))
+    few, many = (kept_positions(scores, plan, p, TopK())[0] for p in (fewer, more))
     assert torch.isin(few, many).all()
 
 
@@ -122,7 +122,7 @@ def test_more_pages_keep_the_same_tokens_and_others(plan, seed, data):
 @given(plans())
 def test_all_pages_keep_everything(plan):
     scores = torch.rand(2, plan.tokens - plan.window)
-    kept = kept_positions(scores, plan, plan.full_blocks, top_k)
+    kept = kept_positions(scores, plan, plan.full_blocks, TopK())
     end = plan.full_blocks * plan.block_size
     assert kept.tolist() == [list(range(end))] * 2
 
@@ -143,26 +143,26 @@ def test_tail_and_window_by_hand(tokens, window, pages, expected):
         num_layers=1, tokens=tokens, block_size=4, window=window, budget=window + 1, pages=pages
     )
     scores = torch.arange(tokens - window, dtype=torch.float32)[None]
-    kept = kept_positions(scores, plan, pages, top_k)
+    kept = kept_positions(scores, plan, pages, TopK())
     assert kept.tolist() == [expected]
 
 
 def test_past_tokens_in_the_tail_do_not_compete():
     plan = PagePlan(num_layers=1, tokens=11, block_size=4, window=1, budget=4, pages=1)
     scores = torch.tensor([[0.0, 9.0, 0.0, 8.0, 7.0, 0.0, 6.0, 0.0, 99.0, 99.0]])
-    assert kept_positions(scores, plan, 1, top_k).tolist() == [[1, 3, 4, 6]]
+    assert kept_positions(scores, plan, 1, TopK()).tolist() == [[1, 3, 4, 6]]
 
 
 def test_no_pages():
     plan = PagePlan(num_layers=1, tokens=11, block_size=4, window=2, budget=3, pages=0)
-    assert kept_positions(torch.rand(2, 9), plan, 0, top_k).shape == (2, 0)
+    assert kept_positions(torch.rand(2, 9), plan, 0, TopK()).shape == (2, 0)
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3])
 def test_streamingllm_keeps_sinks_and_the_end_of_the_full_blocks(pages):
     plan = PagePlan(num_layers=1, tokens=66, block_size=16, window=0, budget=20, pages=pages)
-    columns = WindowColumns(num_kv_heads=2, past=66, device=torch.device("cpu"))
-    kept = kept_positions(StreamingLLM().score(columns), plan, pages, top_k)
+    columns = Columns(num_kv_heads=2, past=66, device=torch.device("cpu"))
+    kept = kept_positions(StreamingLLM().score(columns), plan, pages, TopK())
     last = pages * 16 - 4
     assert kept.tolist() == [[0, 1, 2, 3, *range(64 - last, 64)]] * 2
 
@@ -178,7 +178,7 @@ def test_the_whole_method(case, seed):
     held = 0
     for pages in layer_pages(Cake(), plan, stats):
         index = torch.randint(0, 5, (2, plan.tokens - plan.window), generator=rng)
-        kept = kept_positions(pick[index], plan, pages, top_k)
+        kept = kept_positions(pick[index], plan, pages, TopK())
         assert kept.shape == (2, pages * plan.block_size)
         assert (kept.diff(dim=1) > 0).all()
         assert all(set(range(plan.tokens - plan.window, end)) <= set(row.tolist()) for row in kept)

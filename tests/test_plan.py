@@ -129,3 +129,12 @@ def test_frozen_and_hashable():
     assert pickle.loads(pickle.dumps(plan)) == plan
     with pytest.raises(FrozenInstanceError):
         plan.pages = 4
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(320, 3), (321, 0)])
+def test_a_budget_of_one_token_leaves_a_page_where_there_is_no_tail(tokens, pages):
+    """An empty layer has nothing to attend to."""
+    prompt = Prompt(num_layers=3, tokens=tokens, window=0, budget=1)
+    plan = page_plan(prompt, 32)
+    assert plan.pages == pages
+    assert plan.floor_pages == pages // 3

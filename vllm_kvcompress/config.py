@@ -12,11 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Prompt
 from vllm_kvcompress.policies.allocators import ALLOCATORS
-from vllm_kvcompress.policies.base import Allocator, Scorer, choose, closest
+from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector, choose, closest
+from vllm_kvcompress.policies.published import published
 from vllm_kvcompress.policies.scorers import SCORERS
-from vllm_kvcompress.policies.selectors import SELECTORS, Selector
+from vllm_kvcompress.policies.scorers.caote import WINDOWS
+from vllm_kvcompress.policies.selectors import SELECTORS
 
-Params = tuple[tuple[str, float | int | str | bool], ...]
+Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 
 MAX_WINDOW = 1024
 
@@ -28,24 +30,44 @@ class Preset:
     Args:
         allocator: name in ALLOCATORS.
         scorer: name in SCORERS.
-        window: observation window in tokens (METHODS' defaults; 0 where none is needed).
+        window: observation window in tokens; 0 where none is needed.
         selector: name in SELECTORS.
+        scorer_params: parameters of the scorer that differ from its defaults.
+        merge: whether evicted tokens are folded into their nearest kept ones.
     """
 
     allocator: str
     scorer: str
     window: int
     selector: str = "topk"
+    scorer_params: Params = ()
+    merge: bool = False
 
 
 PRESETS: Mapping[str, Preset] = {
     "snapkv": Preset(allocator="uniform", scorer="snapkv", window=32),
     "pyramidkv": Preset(allocator="pyramid", scorer="snapkv", window=32),
+    "h2o": Preset(allocator="uniform", scorer="h2o", window=32),
+    "tova": Preset(allocator="uniform", scorer="tova", window=1),
     "streamingllm": Preset(allocator="uniform", scorer="streamingllm", window=0),
     "cake": Preset(allocator="cake", scorer="cake", window=32),
+    "dynamickv": Preset(allocator="dynamickv", scorer="snapkv", window=8),
+    "d2o": Preset(allocator="d2o", scorer="h2o", window=0, selector="heavy_recent", merge=True),
+    "chunkkv": Preset(
+        allocator="uniform",
+        scorer="snapkv",
+        window=32,
+        selector="chunks",
+        scorer_params=(("kernel", 1),),
+    ),
+    "caote": Preset(allocator="uniform", scorer="caote", window=32),
+    "fastcaote": Preset(allocator="uniform", scorer="fastcaote", window=32),
+    "random": Preset(allocator="uniform", scorer="random", window=32),
 }
 
-METHODS = ("off", *PRESETS)
+CUSTOM = "custom"
+METHODS = ("off", *PRESETS, CUSTOM)
+CAOTES = frozenset({"caote", "fastcaote"})
 
 
 class CompressionConfig(BaseModel):
@@ -59,7 +81,7 @@ class CompressionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     compress: str = "off"
-    """Preset: off, snapkv, pyramidkv, streamingllm or cake."""
+    """Preset: off, a name in PRESETS, or custom: `allocator`, `scorer` and `selector` alone."""
     budget: float | int = 0.2
     """Ratio of the prompt in (0, 1], or a whole number of tokens per layer; window included."""
     window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
@@ -70,12 +92,20 @@ class CompressionConfig(BaseModel):
     """How much each layer keeps; None takes the preset's."""
     scorer: str | None = None
     """Which tokens matter; None takes the preset's."""
+    base: str | None = None
+    """What caote and fastcaote take their weights from: snapkv, tova or h2o."""
     selector: str | None = None
     """From scores to positions; None takes the preset's."""
+    merge: bool | None = None
+    """Fold evicted tokens into their nearest kept ones (D2O); None takes the preset's."""
     allocator_params: Params = ()
     """Parameters of the allocator, as an object: ``{"beta": 10}``."""
     scorer_params: Params = ()
     """Parameters of the scorer, as an object: ``{"kernel": 5}``."""
+    selector_params: Params = ()
+    """Parameters of the selector, as an object: ``{"size": 20}``."""
+    model: str | None = None
+    """Model whose published parameters are used where none are given; an engine fills it in."""
     log_requests: bool = False
     """Log one line per compressed request: tokens before and after, and per layer."""
 
@@ -100,26 +130,33 @@ class CompressionConfig(BaseModel):
             raise ConfigError(f"must be a whole number of tokens, got {value!r}")
         return value
 
-    @field_validator("allocator_params", "scorer_params", mode="before")
+    @field_validator("allocator_params", "scorer_params", "selector_params", mode="before")
     @classmethod
     def _sorted_items(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return tuple(sorted((str(key), item) for key, item in value.items()))
+            items = ((str(k), tuple(v) if isinstance(v, list) else v) for k, v in value.items())
+            return tuple(sorted(items, key=lambda item: item[0]))
         return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CompressionConfig":
         if not self.enabled:
             return self
+        names, window = self.names, self.resolved_window
+        if self.base is not None and names.scorer not in CAOTES:
+            raise ConfigError(
+                f"base={self.base!r} is for the scorers {sorted(CAOTES)}, and the scorer is"
+                f" {names.scorer!r}; remove base, or set scorer to caote"
+            )
         allocator, scorer = self.build_allocator(), self.build_scorer()
         self.build_selector()
-        window = self.resolved_window
-        if window < 1 and scorer.reads_window:
+        _refuse_nonsense(names)
+        if window < 1 and Reads.WINDOW in scorer.reads:
             raise ConfigError(
                 f"scorer {self.names.scorer!r} reads the attention of a window;"
                 f" set window to at least 1, got {window}"
             )
-        if window < 2 and (allocator.needs_stats or scorer.needs_variance):
+        if window < 2 and Reads.VARIANCE in allocator.reads | scorer.reads:
             raise ConfigError(
                 f"CAKE needs a variance over the window; set window to at least 2, got {window}"
             )
@@ -150,6 +187,8 @@ class CompressionConfig(BaseModel):
                     f"kvcompress setting {key!r} is unknown{closest(str(key), cls.model_fields)}"
                     f" (known: {sorted(cls.model_fields)})"
                 )
+        if "compress" not in raw and raw.keys() & {"allocator", "scorer"}:
+            raw = {"compress": CUSTOM, **raw}
         if raw and "compress" not in raw:  # never silently off
             raise ConfigError(
                 f"kvcompress settings need a method, got only {sorted(map(str, raw))}; add"
@@ -163,7 +202,7 @@ class CompressionConfig(BaseModel):
     def to_additional_config(self) -> dict[str, Any]:
         """Plain JSON values that `parse` turns back into an equal configuration."""
         plain = self.model_dump(mode="json", exclude_defaults=True) | {"compress": self.compress}
-        for key in ("allocator_params", "scorer_params"):
+        for key in ("allocator_params", "scorer_params", "selector_params"):
             if key in plain:
                 plain[key] = dict(getattr(self, key))
         return plain
@@ -177,12 +216,21 @@ class CompressionConfig(BaseModel):
     @property
     def names(self) -> Preset:
         """The preset with this configuration's replacements."""
-        preset = PRESETS[self.compress]
+        if self.compress == CUSTOM:
+            preset = _custom(self.allocator or "uniform", self.scorer or "snapkv")
+        else:
+            preset = PRESETS[self.compress]
+        window = preset.window if self.window is None else self.window
+        if self.window is None and self.base is not None and self.compress in CAOTES:
+            window = WINDOWS.get(self.base, window)
+        scorer = self.scorer or preset.scorer
         return Preset(
             allocator=self.allocator or preset.allocator,
-            scorer=self.scorer or preset.scorer,
+            scorer=scorer,
             selector=self.selector or preset.selector,
-            window=preset.window if self.window is None else self.window,
+            window=window,
+            scorer_params=preset.scorer_params if scorer == preset.scorer else (),
+            merge=preset.merge if self.merge is None else self.merge,
         )
 
     @property
@@ -191,17 +239,28 @@ class CompressionConfig(BaseModel):
         return self.names.window
 
     def build_allocator(self) -> Allocator:
-        policy: Allocator = _build(
-            "allocator", ALLOCATORS, self.names.allocator, self.allocator_params
-        )
+        name = self.names.allocator
+        defaults = published(name, self.model, self.budget)
+        policy: Allocator = _build("allocator", ALLOCATORS, name, defaults, self.allocator_params)
         return policy
 
     def build_scorer(self) -> Scorer:
-        policy: Scorer = _build("scorer", SCORERS, self.names.scorer, self.scorer_params)
+        defaults = dict(self.names.scorer_params)
+        if self.base is not None:
+            defaults["base"] = self.base
+        policy: Scorer = _build("scorer", SCORERS, self.names.scorer, defaults, self.scorer_params)
         return policy
 
     def build_selector(self) -> Selector:
-        return choose("selector", SELECTORS, self.names.selector)
+        policy: Selector = _build(
+            "selector", SELECTORS, self.names.selector, {}, self.selector_params
+        )
+        return policy
+
+    @property
+    def reads(self) -> Reads:
+        """What the methods must be shown of a prompt."""
+        return self.build_allocator().reads | self.build_scorer().reads
 
     def tokens_per_layer(self, tokens: int) -> int:
         """Mean tokens to keep per layer for a prompt of `tokens`, window included.
@@ -214,11 +273,16 @@ class CompressionConfig(BaseModel):
         return max(math.floor(share), self.resolved_window + 1)
 
     def prompt(self, num_layers: int, tokens: int) -> Prompt:
+        total = None
+        if not isinstance(self.budget, int) and ALLOCATORS[self.names.allocator].exact_ratio:
+            share = round(Fraction(repr(self.budget)) * tokens * num_layers)
+            total = max(share, num_layers * (self.resolved_window + 1))
         return Prompt(
             num_layers=num_layers,
             tokens=tokens,
             window=self.resolved_window,
             budget=self.tokens_per_layer(tokens),
+            total=total,
         )
 
 
@@ -252,7 +316,40 @@ def parse_budget(value: Any) -> float | int:
     return number
 
 
-def _build(role: str, table: Mapping[str, type[Any]], name: str, params: Params) -> Any:
+def _custom(allocator: str, scorer: str) -> Preset:
+    """An allocator and a scorer of the user's own: the window is the scorer's usual one."""
+    windows = {"streamingllm": 0, "tova": 1}
+    window = 32 if allocator == "cake" else windows.get(scorer, 32)
+    return Preset(allocator=allocator, scorer=scorer, window=window)
+
+
+def _refuse_nonsense(names: Preset) -> None:
+    """Combinations that run but mean nothing.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    blind = {"streamingllm": "ranks by position", "random": "ranks at random"}
+    if names.allocator == "dynamickv" and names.scorer in blind:
+        raise ConfigError(
+            "allocator 'dynamickv' compares scores between layers, but scorer"
+            f" {names.scorer!r} {blind[names.scorer]}; choose a scorer that reads attention, or"
+            " allocator 'uniform'"
+        )
+    if names.selector != "topk" and names.scorer == "streamingllm":
+        raise ConfigError(
+            f"selector {names.selector!r} ranks by attention, but scorer 'streamingllm' ranks by"
+            " position; choose another scorer, or selector 'topk'"
+        )
+
+
+def _build(
+    role: str,
+    table: Mapping[str, type[Any]],
+    name: str,
+    defaults: Mapping[str, Any],
+    params: Params,
+) -> Any:
     policy = choose(role, table, name)
     known = {f.name: f for f in dataclasses.fields(policy)}
     for key, value in params:
@@ -263,12 +360,12 @@ def _build(role: str, table: Mapping[str, type[Any]], name: str, params: Params)
             )
         wants = type(known[key].default)
         fits = isinstance(value, wants) or (wants is float and isinstance(value, int))
-        if isinstance(value, bool) or not fits:
+        if isinstance(value, bool) is not (wants is bool) or not fits:
             raise ConfigError(
                 f"{role} {name!r}: {key} must be a {wants.__name__} like {known[key].default!r},"
                 f" got {value!r}"
             )
-    return policy(**dict(params))
+    return policy(**{**defaults, **dict(params)})
 
 
 def _one_sentence(error: ValidationError) -> str:

@@ -14,12 +14,14 @@ class Prompt:
         tokens: prompt length S.
         window: observation window w: the last tokens, always kept.
         budget: mean tokens to keep per layer, B; the window is included.
+        total: tokens to keep over all layers; None stands for ``num_layers * budget``.
     """
 
     num_layers: int
     tokens: int
     window: int
     budget: int
+    total: int | None = None
 
     @property
     def past(self) -> int:
@@ -31,39 +33,83 @@ class Prompt:
         """Mean past tokens to keep per layer, ``B - w``."""
         return self.budget - self.window
 
+    @property
+    def kept(self) -> int:
+        """Tokens to keep over all layers, windows included."""
+        return self.num_layers * self.budget if self.total is None else self.total
+
+    @property
+    def past_total(self) -> int:
+        """Past tokens to keep over all layers, at most all of them."""
+        if self.total is None:
+            return self.num_layers * min(self.base, self.past)
+        return min(self.total - self.num_layers * self.window, self.num_layers * self.past)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStats:
-    """What CAKE's allocator knows of one layer's attention in the window.
+    """What an allocator that reads attention knows of one layer; unread figures stay empty.
 
     Args:
-        entropy: ``H = -sum A log A`` over heads, rows and past columns.
-        shift: ``V = sum Var_i A`` over heads and past columns, ddof 1.
+        entropy: ``H = -sum A log A`` over heads, window rows and past columns (CAKE).
+        shift: ``V = sum Var_i A`` over heads and past columns, ddof 1 (CAKE).
+        column_variance: per query head, the variance over positions of the column sums of the
+            whole causal attention, ddof 1 (D2O).
+        scores: ``[Hkv, P]`` float32 scores of the layer's past tokens, on their device (DynamicKV).
     """
 
-    entropy: float
-    shift: float
+    entropy: float = 0.0
+    shift: float = 0.0
+    column_variance: tuple[float, ...] = ()
+    scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowColumns:
-    """Attention of the window's rows to each past token, reduced over the rows.
+class PagedValues:
+    """A prompt's values where they lie.
+
+    Args:
+        value_pages: ``[N, Hkv, block_size, D]``.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
+        tokens: prompt length S.
+    """
+
+    value_pages: torch.Tensor
+    pages: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a scorer may know of one layer's attention, reduced to one figure per key.
 
     Args:
         num_kv_heads: KV heads of the layer.
         past: past tokens, P.
         device: where scores are made.
+        layer: index of the layer.
         rows: rows of the window, w; 0 when attention was not read.
-        total: ``[Hq, P]`` float32, summed over rows; None when attention was not read.
+        total: ``[Hq, P]`` float32, the window's attention to the past summed over its rows; None
+            when attention was not read.
         variance: ``[Hq, P]`` float32, over rows, ddof 1; None unless it was asked for.
+        recent: ``[Hq, w]`` float32, the window's attention to itself summed over its rows.
+        last: ``[Hq, S]`` float32, attention of the last row to every key.
+        sums: ``[Hq, S]`` float32, column sums of the whole causal attention; None unless they
+            were asked for.
+        values: the prompt's values; None unless they were asked for.
     """
 
     num_kv_heads: int
     past: int
     device: torch.device
+    layer: int = 0
     rows: int = 0
     total: torch.Tensor | None = None
     variance: torch.Tensor | None = None
+    recent: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    values: PagedValues | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +126,7 @@ class PagePlan:
         window: observation window w.
         budget: mean tokens per layer B, window included.
         pages: pages kept over all layers, P.
+        total: as in `Prompt`.
     """
 
     num_layers: int
@@ -88,6 +135,7 @@ class PagePlan:
     window: int
     budget: int
     pages: int
+    total: int | None = None
 
     @property
     def prompt(self) -> Prompt:
@@ -96,6 +144,7 @@ class PagePlan:
             tokens=self.tokens,
             window=self.window,
             budget=self.budget,
+            total=self.total,
         )
 
     @property
@@ -110,8 +159,8 @@ class PagePlan:
 
     @property
     def floor_pages(self) -> int:
-        """Pages that every layer needs for the part of the window before the tail, m."""
-        return -(-max(self.window - self.tail, 0) // self.block_size)
+        """Pages that every layer needs, m: for the window before the tail, or one token."""
+        return _floor_pages(self.window, self.tail, self.block_size)
 
     @property
     def blocks(self) -> int:
@@ -119,16 +168,21 @@ class PagePlan:
         return -(-self.pages // self.num_layers)
 
 
+def _floor_pages(window: int, tail: int, block_size: int) -> int:
+    return -(-max(max(window, 1) - tail, 0) // block_size)
+
+
 def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
-    ``P = floor(L * (B - t) / block_size)``, at least the window's pages and at most all pages.
+    ``P = floor((n - L * t) / block_size)`` for n tokens over all layers, ``L * B`` as a rule; at
+    least the window's pages, or one where nothing else would be left, and at most all pages.
     """
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
         return None
-    floor = -(-max(prompt.window - tail, 0) // block_size)
-    pages = layers * (prompt.budget - tail) // block_size
+    floor = _floor_pages(prompt.window, tail, block_size)
+    pages = (prompt.kept - layers * tail) // block_size
     pages = min(max(pages, layers * floor), layers * full)
     if pages == layers * full:
         return None
@@ -139,4 +193,5 @@ def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
         window=prompt.window,
         budget=prompt.budget,
         pages=pages,
+        total=prompt.total,
     )

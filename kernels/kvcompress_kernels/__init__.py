@@ -8,12 +8,16 @@ from kvcompress_kernels.ops import (
     scatter_kept,
     window_scores,
 )
+from kvcompress_kernels.whole_prompt_ops import column_sums, merge_evicted, value_scores
 
 __all__ = [
     "WindowScores",
+    "column_sums",
     "compact",
     "gather_kept",
+    "merge_evicted",
     "page_tables",
     "scatter_kept",
+    "value_scores",
     "window_scores",
 ]

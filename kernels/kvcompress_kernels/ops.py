@@ -21,6 +21,10 @@ class WindowScores(NamedTuple):
     """Scalar float32: ``-sum A log A`` over heads, rows and past columns (CAKE's H)."""
     shift: torch.Tensor
     """Scalar float32: `variance` summed over heads and columns (CAKE's V); 0 without it."""
+    recent: torch.Tensor
+    """``[Hq, w]`` float32: attention of the w rows to the window's own columns, summed."""
+    last: torch.Tensor
+    """``[Hq, tokens]`` float32: attention of the last row to every key."""
 
 
 def require(ok: bool, op: str, rule: str, got: object) -> None:

@@ -38,14 +38,23 @@ def run(
     log_sum = (top + weight.log()).view(heads, w, 1)
 
     total = torch.empty(heads, past, dtype=torch.float32, device=query.device)
+    recent = torch.empty(heads, w, dtype=torch.float32, device=query.device)
+    last = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     spread = torch.empty_like(total) if variance else None
     entropy = torch.zeros((), dtype=torch.float32, device=query.device)
     start = 0
     for tile in logits:
-        stop = min(start + tile.shape[-1], past)
+        every = tile.view(heads, w, -1)
+        end = start + tile.shape[-1]
+        last[:, start:end] = (every[:, -1] - log_sum[:, -1]).exp_()
+        if end > past:
+            inside = every[..., max(past - start, 0) :] - log_sum
+            recent[:, max(start - past, 0) : end - past] = inside.exp_().sum(1)
+        stop = min(end, past)
         if stop <= start:
-            break
-        log_a = tile.view(heads, w, -1)[..., : stop - start] - log_sum
+            start = end
+            continue
+        log_a = every[..., : stop - start] - log_sum
         a = log_a.exp()
         entropy -= torch.dot(a.reshape(-1), log_a.reshape(-1))
         column = a.sum(1)
@@ -53,11 +62,11 @@ def run(
         if spread is not None:
             a -= (column / w).unsqueeze(1)
             spread[:, start:stop] = a.square_().sum(1)
-        start += tile.shape[-1]
+        start = end
     if spread is None:
-        return WindowScores(total, None, entropy, torch.zeros_like(entropy))
+        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last)
     spread /= w - 1
-    return WindowScores(total, spread, entropy, spread.sum())
+    return WindowScores(total, spread, entropy, spread.sum(), recent, last)
 
 
 def _logits(

@@ -11,7 +11,7 @@ from engines import V2
 
 FILES = (
     *("test_identity", "test_invariance", "test_blocks", "test_sharing"),
-    *("test_traps", "test_reference", "test_features"),
+    *("test_traps", "test_reference", "test_features", "test_methods"),
 )
 
 

@@ -42,7 +42,7 @@ class Request:
     priority: int
 
 
-SMALL = dict(count=40, longest=450, pool=22, chunk=256, talkative=0.8)
+SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 LOADS = {
     "plain": Load(count=300, longest=6000, pool=195),
     "async": Load(**SMALL, options={"async_scheduling": True}),

@@ -172,7 +172,7 @@ def test_trap_10_blocks_of_a_compressed_request_are_not_where_their_tokens_say(m
 def test_the_window_is_never_evicted(model):
     with engine(model, additional_config=settings("streamingllm", 0.2)) as llm:
         kept = []
-        from vllm_kvcompress.engine import compressor as module
+        from vllm_kvcompress import pipeline as module
 
         original = module.kept_positions
         module.kept_positions = lambda *a: (kept.append(original(*a)), kept[-1])[1]

@@ -55,7 +55,9 @@ def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0,
     k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
     view, pages = paged(k, block, seed=seed, **how)
     got = window_scores(q.transpose(0, 1), view, pages, tokens, dim**-0.5, variance=w > 1)
-    _, total, variance, entropy = slow(q.double().numpy(), k.double().numpy(), dim**-0.5)
+    a, total, variance, entropy = slow(q.double().numpy(), k.double().numpy(), dim**-0.5)
+    np.testing.assert_allclose(got.recent, a[:, :, tokens - w :].sum(1), **close)
+    np.testing.assert_allclose(got.last, a[:, -1], **close)
     assert got.total.shape == (heads, tokens - w)
     assert got.total.dtype == torch.float32
     np.testing.assert_allclose(got.total, total, **close)

@@ -8,8 +8,11 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
 from vllm_kvcompress.policies.allocators import ALLOCATORS
 from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.d2o import D2O
+from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.base import Reads
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -35,8 +38,18 @@ stats_value = st.floats(1e-30, 1e6) | st.just(0.0)
 
 
 def test_names():
-    assert dict(ALLOCATORS) == {"uniform": Uniform, "pyramid": Pyramid, "cake": Cake}
-    assert [a.needs_stats for a in ALLOCATORS.values()] == [False, False, True]
+    assert dict(ALLOCATORS) == {
+        "uniform": Uniform,
+        "pyramid": Pyramid,
+        "cake": Cake,
+        "dynamickv": DynamicKV,
+        "d2o": D2O,
+    }
+    assert [a.reads for a in ALLOCATORS.values()] == [
+        *(Reads.NOTHING, Reads.NOTHING, Reads.WINDOW | Reads.VARIANCE),
+        *(Reads.SCORES, Reads.COLUMN_SUMS),
+    ]
+    assert [a.exact_ratio for a in ALLOCATORS.values()] == [False, False, False, False, True]
 
 
 @prop

@@ -8,11 +8,16 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels import window_scores
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import LayerStats, WindowColumns
+from vllm_kvcompress.plan import Columns, LayerStats
 from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import SCORERS
+from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
+from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.policies.scorers.chance import Random
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
+from vllm_kvcompress.policies.scorers.tova import Tova
 from vllm_kvcompress.policies.scorers.window import SnapKV
 
 prop = settings(derandomize=True, deadline=None, max_examples=60)
@@ -21,7 +26,7 @@ CPU = torch.device("cpu")
 
 def columns(total, kv_heads, *, rows=0, variance=None):
     total = torch.as_tensor(total, dtype=torch.float32)
-    return WindowColumns(
+    return Columns(
         num_kv_heads=kv_heads,
         past=total.shape[1],
         device=CPU,
@@ -48,9 +53,22 @@ def slow_group_mean(x, kv_heads):
 
 
 def test_names():
-    assert dict(SCORERS) == {"streamingllm": StreamingLLM, "snapkv": SnapKV, "cake": CakeIndicator}
-    assert [s.reads_window for s in SCORERS.values()] == [False, True, True]
-    assert [s.needs_variance for s in SCORERS.values()] == [False, False, True]
+    assert dict(SCORERS) == {
+        "streamingllm": StreamingLLM,
+        "h2o": H2O,
+        "tova": Tova,
+        "snapkv": SnapKV,
+        "cake": CakeIndicator,
+        "caote": Caote,
+        "fastcaote": FastCaote,
+        "random": Random,
+    }
+    window, both = Reads.WINDOW, Reads.WINDOW | Reads.VARIANCE
+    sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
+    nothing = Reads.NOTHING
+    assert [s().reads for s in SCORERS.values()] == [
+        *(nothing, sums, window, window, both, values, values, nothing)
+    ]
 
 
 shapes = st.tuples(
@@ -155,7 +173,7 @@ def test_tiny_mha_shape_check():
 @pytest.mark.parametrize("sinks", [0, 1, 4, 50])
 @pytest.mark.parametrize("past", [0, 1, 3, 4, 20])
 def test_streamingllm_keeps_sinks_then_the_latest(sinks, past):
-    score = StreamingLLM(sinks=sinks).score(WindowColumns(num_kv_heads=3, past=past, device=CPU))
+    score = StreamingLLM(sinks=sinks).score(Columns(num_kv_heads=3, past=past, device=CPU))
     assert score.shape == (3, past)
     assert score.dtype == torch.float32
     assert torch.equal(score[0], score[2])
@@ -167,7 +185,7 @@ def test_streamingllm_keeps_sinks_then_the_latest(sinks, past):
 
 
 def test_streamingllm_orders_long_prompts_exactly():
-    score = StreamingLLM().score(WindowColumns(num_kv_heads=1, past=2**24, device=CPU))[0, -5000:]
+    score = StreamingLLM().score(Columns(num_kv_heads=1, past=2**24, device=CPU))[0, -5000:]
     assert (score.diff() == 1).all()
 
 
@@ -177,7 +195,7 @@ def test_streamingllm_orders_long_prompts_exactly():
 @pytest.mark.parametrize("scorer", [SnapKV(), CakeIndicator()])
 def test_scores_need_the_attention_they_read(scorer):
     with pytest.raises(ValueError, match="needs the window's attention"):
-        scorer.score(WindowColumns(num_kv_heads=1, past=4, device=CPU))
+        scorer.score(Columns(num_kv_heads=1, past=4, device=CPU))
 
 
 def test_cake_needs_the_variance():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.policies.selectors import SELECTORS, top_k
+from vllm_kvcompress.policies.selectors import SELECTORS, Chunks, HeavyRecent, TopK, top_k
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -30,7 +30,7 @@ def check(rows, keep):
 
 
 def test_names():
-    assert dict(SELECTORS) == {"topk": top_k}
+    assert dict(SELECTORS) == {"topk": TopK, "chunks": Chunks, "heavy_recent": HeavyRecent}
 
 
 @st.composite

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.config import METHODS, CompressionConfig
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 
 _INSTALLED = "_kvcompress_cli_args"
@@ -25,8 +25,7 @@ FLAGS = {
     "--kv-compress": (
         "compress",
         "METHOD",
-        "Compress the KV cache of long prompts at the end of prefill:"
-        " off, snapkv, pyramidkv, streamingllm or cake.",
+        "Compress the KV cache of long prompts at the end of prefill: " + ", ".join(METHODS) + ".",
     ),
     "--kv-budget": (
         "budget",

@@ -11,22 +11,34 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvcompress_kernels import gather_kept, scatter_kept, window_scores
+from kvcompress_kernels import column_sums, gather_kept, merge_evicted, scatter_kept
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.kv_layouts import PageViews
 from vllm_kvcompress.engine.page_pool import PagePool
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
-from vllm_kvcompress.pipeline import kept_positions, layer_pages
-from vllm_kvcompress.plan import LayerStats, WindowColumns
+from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of, with_tail
+from vllm_kvcompress.policies.base import Reads
 
 logger = init_logger("vllm.kvcompress")
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """A request whose window queries are being collected: per layer ``[<= w, Hq, D]``."""
+    """What a request's earlier chunks leave for its last one.
 
+    Args:
+        method: what will compress it.
+        window: its observation window w.
+        tokens: tokens computed so far.
+        queries: per layer, the last ``[<= w, Hq, D]`` queries.
+        sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far.
+    """
+
+    method: Method
+    window: int
+    tokens: int = 0
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -34,18 +46,23 @@ class _Finishing:
     """A request whose prefill ends in this step."""
 
     todo: Compression
+    method: Method
     blocks: torch.Tensor  # [ceil(S / bs)] int64, vLLM block ids of the prompt
-    scores: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [Hkv, P]
-    entropy: dict[int, torch.Tensor] = field(default_factory=dict)
-    shift: dict[int, torch.Tensor] = field(default_factory=dict)
+    layers: list[Observed] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Span:
-    """One watched request's tokens in this step's batch."""
+    """One watched request's tokens in this step's batch.
+
+    Args:
+        start, stop: rows of the batch.
+        blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all its tokens so far.
+    """
 
     start: int
     stop: int
+    blocks: torch.Tensor
     prefill: _Prefill
     finishing: _Finishing | None
 
@@ -54,7 +71,7 @@ class PromptCompressor:
     """Compresses prompts on one worker.
 
     Args:
-        settings: the engine's settings.
+        settings: the engine's settings, for what they say of the log.
         pool: the page pool of this worker's layers.
         views: reads the pool's pages as keys and values (`kv_layouts`).
         scale: factor on the attention logits.
@@ -73,12 +90,6 @@ class PromptCompressor:
         self.pool = pool
         self.compressed = 0
         self._settings = settings
-        self._allocator = settings.build_allocator()
-        self._scorer = settings.build_scorer()
-        self._selector = settings.build_selector()
-        self._window = settings.resolved_window
-        self._variance = self._scorer.needs_variance or self._allocator.needs_stats
-        self._watches = self._scorer.reads_window or self._allocator.needs_stats
         self._keys, self._values = views(pool.pages)
         self._scale = scale
         self._num_layers = num_layers
@@ -117,19 +128,32 @@ class PromptCompressor:
         if step is None:
             return
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        watched: list[tuple[str, Compression | None]] = [(r, None) for r in step.observe]
-        watched += [(todo.request_id, todo) for todo in step.compress]
-        for request_id, todo in watched:
+        watched: list[tuple[str, CompressionConfig, Compression | None]]
+        watched = [(request_id, settings, None) for request_id, settings in step.observe]
+        watched += [(todo.request_id, todo.settings, todo) for todo in step.compress]
+        for request_id, settings, todo in watched:
+            method = method_of(settings)
+            if todo is None and not method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
+                continue
             row = row_of[request_id]
+            start, stop = int(query_start[row]), int(query_start[row + 1])
+            prefill = self._prefills.get(request_id)
+            if prefill is None:
+                prefill = _Prefill(method, settings.resolved_window)
+                self._prefills[request_id] = prefill
+            prefill.tokens += stop - start
+            tokens = prefill.tokens if todo is None else todo.plan.tokens
+            blocks = block_table[row, : -(-tokens // self.pool.block_size)].long()
             finishing = None
             if todo is not None:
-                count = -(-todo.plan.tokens // self.pool.block_size)
-                finishing = _Finishing(todo, block_table[row, :count].long())
+                finishing = _Finishing(todo, method, blocks)
                 self._finishing.append(finishing)
-            if self._watches:
-                prefill = self._prefills.setdefault(request_id, _Prefill())
-                start, stop = query_start[row], query_start[row + 1]
-                self._spans.append(_Span(int(start), int(stop), prefill, finishing))
+                if Reads.COLUMN_SUMS in method.reads and prefill.tokens != tokens:
+                    raise RuntimeError(
+                        f"request {request_id}: {prefill.tokens} tokens were seen at the end of"
+                        f" prefill, {tokens} are needed"
+                    )
+            self._spans.append(_Span(start, stop, blocks, prefill, finishing))
 
     @property
     def watching(self) -> bool:
@@ -137,51 +161,62 @@ class PromptCompressor:
         return bool(self._spans)
 
     def after_attention(self, layer: int, query: torch.Tensor) -> None:
-        """Keep the window's queries; at the end of a prefill, score the prompt.
+        """Keep what later chunks need; at the end of a prefill, score the prompt.
 
         Args:
             layer: index of the layer on this worker.
             query: ``[num_tokens, Hq, D]``, rotated.
         """
         for span in self._spans:
-            latest = query[max(span.start, span.stop - self._window) : span.stop]
-            earlier = span.prefill.queries.pop(layer, None)
-            missing = self._window - len(latest)
-            if earlier is not None and missing > 0:
-                latest = torch.cat([earlier[-missing:], latest])
+            where = PagedLayer(
+                layer=layer,
+                key_pages=self._keys,
+                value_pages=self._values,
+                pages=self.pool.flat_ids(layer, span.blocks),
+                scale=self._scale,
+            )
+            reads, window, sums = span.prefill.method.reads, None, None
+            if Reads.WINDOW in reads:
+                window = self._latest(layer, span, query)
+            if Reads.COLUMN_SUMS in reads:
+                sums = self._accumulated(where, span, query)
             if span.finishing is not None:
-                self._observe(layer, latest, span.finishing)
-            else:
-                span.prefill.queries[layer] = latest.clone()
+                plan = span.finishing.todo.plan
+                if window is not None and len(window) != plan.window:
+                    raise RuntimeError(
+                        f"request {span.finishing.todo.request_id}: {len(window)} window queries"
+                        f" were kept at the end of prefill, {plan.window} are needed"
+                    )
+                seen = span.finishing.method.observe(where, plan, window, sums)
+                span.finishing.layers.append(seen)
+                continue
+            if window is not None:
+                span.prefill.queries[layer] = window.clone()
+            if sums is not None:
+                span.prefill.sums[layer] = sums
 
-    def _observe(self, layer: int, query: torch.Tensor, finishing: _Finishing) -> None:
-        plan = finishing.todo.plan
-        if len(query) != plan.window:
-            raise RuntimeError(
-                f"request {finishing.todo.request_id}: {len(query)} window queries were kept at"
-                f" the end of prefill, {plan.window} are needed"
-            )
-        seen = window_scores(
-            query,
-            self._keys,
-            self.pool.flat_ids(layer, finishing.blocks),
-            plan.tokens,
-            self._scale,
-            variance=self._variance,
+    def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
+        """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
+        latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
+        earlier = span.prefill.queries.pop(layer, None)
+        missing = span.prefill.window - len(latest)
+        if earlier is not None and missing > 0:
+            return torch.cat([earlier[-missing:], latest])
+        return latest
+
+    def _accumulated(self, where: PagedLayer, span: _Span, query: torch.Tensor) -> torch.Tensor:
+        """Column sums ``[Hq, tokens]`` of the prefill so far: a chunk's rows are final."""
+        sums = column_sums(
+            query[span.start : span.stop],
+            where.key_pages,
+            where.pages,
+            span.prefill.tokens,
+            where.scale,
         )
-        if self._scorer.reads_window:
-            columns = WindowColumns(
-                total=seen.total,
-                variance=seen.variance,
-                rows=plan.window,
-                num_kv_heads=self._keys.shape[1],
-                past=plan.prompt.past,
-                device=query.device,
-            )
-            finishing.scores[layer] = self._scorer.score(columns)
-        if self._allocator.needs_stats:
-            finishing.entropy[layer] = seen.entropy
-            finishing.shift[layer] = seen.shift
+        earlier = span.prefill.sums.pop(where.layer, None)
+        if earlier is not None:
+            sums[:, : earlier.shape[1]] += earlier
+        return sums
 
     def end_step(self) -> None:
         """Pack the prompts that ended: from the next step on they are read compressed.
@@ -205,7 +240,7 @@ class PromptCompressor:
 
     def _pack(self, finishing: _Finishing) -> None:
         todo, plan = finishing.todo, finishing.todo.plan
-        pages = layer_pages(self._allocator, plan, self._stats(finishing))
+        pages = finishing.method.layer_pages(plan, finishing.layers)
         targets = list(self.pool.destination(todo.destination)[: plan.pages].split(pages))
         # In place a layer's target may be another layer's source: read all before writing any.
         packed = (self._gather(layer, count, finishing) for layer, count in enumerate(pages))
@@ -217,31 +252,36 @@ class PromptCompressor:
         self.compressed += 1
         self._report(todo, pages)
 
-    def _stats(self, finishing: _Finishing) -> list[LayerStats] | None:
-        if not self._allocator.needs_stats:
-            return None
-        layers = range(self._num_layers)
-        both = torch.stack(
-            [torch.stack([finishing.entropy[i], finishing.shift[i]]) for i in layers]
-        )
-        return [LayerStats(entropy=h, shift=v) for h, v in both.tolist()]  # the one copy to host
-
     def _gather(
         self, layer: int, count: int, finishing: _Finishing
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's kept tokens as whole pages; merging also rewrites the layer's tail."""
         plan = finishing.todo.plan
-        scores = finishing.scores.pop(layer, None)
-        if scores is None:
-            scores = self._scorer.score(
-                WindowColumns(
-                    num_kv_heads=self._keys.shape[1],
-                    past=plan.prompt.past,
-                    device=self._keys.device,
-                )
-            )
-        kept = kept_positions(scores, plan, count, self._selector)
+        kept = finishing.method.select(finishing.layers, layer, plan, count)
+        if finishing.method.merge:
+            return self._merge(layer, kept, finishing)
         prompt = self.pool.flat_ids(layer, finishing.blocks[: plan.full_blocks])
         return gather_kept(self._keys, self._values, prompt, kept)
+
+    def _merge(
+        self, layer: int, kept: torch.Tensor, finishing: _Finishing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = finishing.todo.plan
+        pages = self.pool.flat_ids(layer, finishing.blocks)
+        keys, values = merge_evicted(
+            self._keys, self._values, pages, plan.tokens, with_tail(kept, plan)
+        )
+        keys, values = keys.to(self._keys.dtype), values.to(self._values.dtype)
+        packed = kept.shape[1]
+        if plan.tail:  # the request's own block: no hash, no other reader
+            last = pages[-1]
+            self._keys[last, :, :, : plan.tail] = keys[:, packed:].transpose(1, 2)
+            self._values[last, :, : plan.tail] = values[:, packed:]
+        shape = (len(kept), packed // plan.block_size, plan.block_size, keys.shape[-1])
+        return (
+            keys[:, :packed].reshape(shape).permute(1, 0, 3, 2),
+            values[:, :packed].reshape(shape).permute(1, 0, 2, 3),
+        )
 
     def _report(self, todo: Compression, pages: list[int]) -> None:
         if not self._settings.log_requests:

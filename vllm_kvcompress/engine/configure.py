@@ -20,6 +20,9 @@ from vllm_kvcompress.engine.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.refusals import refuse_unsupported
 from vllm_kvcompress.engine.seams import check_all
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.published import published
 
 logger = init_logger("vllm.kvcompress")
 
@@ -68,6 +71,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         )
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    if settings.model is None:
+        settings = settings.model_copy(update={"model": str(config.model_config.model)})
     config.additional_config["kvcompress"] = settings.to_additional_config()
     logger.info(
         "KV-cache compression is on: %s, budget %s, window %d, prompts from %d tokens",
@@ -76,6 +81,15 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         settings.resolved_window,
         settings.min_prompt,
     )
+    method = method_of(settings)
+    if given := published(settings.names.allocator, settings.model, settings.budget):
+        logger.info("published for this model: %s %s", settings.names.allocator, given)
+    if Reads.COLUMN_SUMS in method.reads and config.cache_config.enable_prefix_caching:
+        logger.info(
+            "%s reads the attention of the whole prompt: prompts that it compresses fill the"
+            " prefix cache and do not read it",
+            settings.compress,
+        )
 
 
 def install() -> None:

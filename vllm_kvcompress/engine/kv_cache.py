@@ -26,7 +26,9 @@ from vllm.v1.request import Request
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.policies.base import Reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +98,10 @@ def _describe(spec: KVCacheSpec) -> str:
     return type(spec).__name__
 
 
-def _plan(spec: CompressedSpec, tokens: int) -> PagePlan | None:
-    if tokens < max(spec.settings.min_prompt, 1):
+def _plan(spec: CompressedSpec, settings: CompressionConfig, tokens: int) -> PagePlan | None:
+    if not settings.enabled or tokens < max(settings.min_prompt, 1):
         return None
-    return page_plan(spec.settings.prompt(spec.num_compressed_layers, tokens), spec.block_size)
+    return page_plan(settings.prompt(spec.num_compressed_layers, tokens), spec.block_size)
 
 
 class CompressedManager(FullAttentionManager):
@@ -115,7 +117,7 @@ class CompressedManager(FullAttentionManager):
         self._settled: set[str] = set()  # prefill ended: compressed, or left whole for good
         self._packed: dict[str, list[KVCacheBlock]] = {}  # destination blocks
         self._cacheable: dict[str, int] = {}  # tokens that may enter the prefix cache
-        self._observe: dict[str, None] = {}
+        self._observe: dict[str, CompressionConfig] = {}
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
 
     def follow(self, requests: Mapping[str, Request]) -> None:
@@ -182,7 +184,7 @@ class CompressedManager(FullAttentionManager):
             if plan is not None:
                 self._reserve(request_id, plan)
         elif plan is not None:
-            self._observe[request_id] = None
+            self._observe[request_id] = self.settings_of(self._request(request_id))
         return new_blocks
 
     def _request(self, request_id: str) -> Request:
@@ -192,6 +194,10 @@ class CompressedManager(FullAttentionManager):
                 " --kv-compress, not by hand"
             )
         return self._requests[request_id]
+
+    def settings_of(self, request: Request) -> CompressionConfig:
+        """What compresses a request: the engine's settings."""
+        return self._spec.settings
 
     def _ends_prefill(self, request_id: str, num_tokens: int) -> bool:
         if request_id in self._settled:
@@ -206,11 +212,12 @@ class CompressedManager(FullAttentionManager):
         prompt as it was sent, so that a short prompt stays whole whatever happens to it.
         """
         request = self._request(request_id)
-        short = request.num_prompt_tokens < self._spec.settings.min_prompt
+        settings = self.settings_of(request)
+        short = request.num_prompt_tokens < settings.min_prompt
         one_token = request.max_tokens - request.num_output_tokens <= 1  # nobody would read it
         if short or one_token or request.resumable or request.pooling_params is not None:
             return None
-        return _plan(self._spec, request.num_tokens)
+        return _plan(self._spec, settings, request.num_tokens)
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
         """Take K destination blocks: fresh ones, else the prompt's own unshared ones.
@@ -241,7 +248,7 @@ class CompressedManager(FullAttentionManager):
         """
         if not self._observe and not self._planned:
             return None
-        observe = tuple(self._observe)
+        observe = tuple(self._observe.items())
         compress = tuple(self._hand_over(*item) for item in self._planned.items())
         self._observe.clear()
         self._planned.clear()
@@ -259,6 +266,7 @@ class CompressedManager(FullAttentionManager):
         self.block_pool.free_blocks(freed)
         return Compression(
             request_id=request_id,
+            settings=self.settings_of(self._request(request_id)),
             plan=plan,
             destination=tuple(block.block_id for block in self._packed[request_id]),
             in_place=bool(own),
@@ -277,11 +285,17 @@ class CompressedManager(FullAttentionManager):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Cut the hit so that a prompt that will be compressed computes its whole window."""
+        """Cut the hit so that a prompt that will be compressed computes its whole window.
+
+        A method that reads the whole attention computes the whole prompt.
+        """
         assert isinstance(kv_cache_spec, CompressedSpec)
         tokens = max_length + 1  # vLLM always recomputes the last token
-        if _plan(kv_cache_spec, tokens) is not None:
-            max_length = tokens - max(kv_cache_spec.settings.resolved_window, 1)
+        settings = kv_cache_spec.settings
+        if _plan(kv_cache_spec, settings, tokens) is not None:
+            max_length = tokens - max(settings.resolved_window, 1)
+            if Reads.COLUMN_SUMS in method_of(settings).reads:
+                max_length = 0
         hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
             block_hashes,
             max_length,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.plan import PagePlan
 
 
@@ -11,12 +12,14 @@ class Compression:
 
     Args:
         request_id: vLLM's request id.
+        settings: what compresses it.
         plan: how much is kept; tokens, pages and blocks.
         destination: `plan.blocks` vLLM block ids that receive the kept tokens.
         in_place: some of `destination` are the prompt's own blocks.
     """
 
     request_id: str
+    settings: CompressionConfig
     plan: PagePlan
     destination: tuple[int, ...]
     in_place: bool
@@ -28,9 +31,9 @@ class StepPlan:
 
     Args:
         observe: requests that run a chunk of their prefill but not its end, and will be
-            compressed at its end: their last window queries must be kept.
+            compressed at its end, with their settings: what the end needs must be kept.
         compress: requests whose prefill ends in this step.
     """
 
-    observe: tuple[str, ...]
+    observe: tuple[tuple[str, CompressionConfig], ...]
     compress: tuple[Compression, ...]

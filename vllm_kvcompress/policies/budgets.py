@@ -34,15 +34,17 @@ def apportion(
     rest = total - sum(given)
     if rest < 0:
         raise ValueError(f"total must be at least the sum of the floors {sum(given)}, got {total}")
-    shares = _pour(weights, rest, room)
+    shares = pour(weights, rest, room)
     whole = [min(math.floor(x + _SLACK), limit) for x, limit in zip(shares, room, strict=True)]
     remainders = [round(x - n, _DIGITS) for x, n in zip(shares, whole, strict=True)]
     more = _hand_out(whole, remainders, room, rest)
     return [have + extra for have, extra in zip(given, more, strict=True)]
 
 
-def _pour(weights: Sequence[float], rest: int, room: Sequence[int]) -> list[float]:
-    """Real shares ``min(room_l, lambda * weight_l)`` with sum `rest`; weight 0 last, evenly.
+def pour(weights: Sequence[float], rest: int, room: Sequence[int]) -> list[float]:
+    """Real shares ``min(room_l, lambda * weight_l)`` with sum `rest`, or all room if there is less.
+
+    Layers of weight 0 come last, evenly.
 
     Weights are divided by the largest active one before they are summed: CAKE's preferences
     reach down to 1e-310, where ``rest / sum`` would overflow.

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.d2o import D2O
+from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.base import Allocator
@@ -11,4 +13,6 @@ ALLOCATORS: Mapping[str, type[Allocator]] = {
     "uniform": Uniform,
     "pyramid": Pyramid,
     "cake": Cake,
+    "dynamickv": DynamicKV,
+    "d2o": D2O,
 }

@@ -1,13 +1,14 @@
 """Budgets in proportion to each layer's preference for a large cache."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
-from vllm_kvcompress.policies.budgets import apportion
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.budgets import apportion, pour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,8 @@ class Cake:
         tau2: temperature of the shift, > 0. The paper searched 0.4 to 3; 1 is neutral.
     """
 
-    needs_stats: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
+    exact_ratio: ClassVar[bool] = False
 
     tau1: float = 1.0
     tau2: float = 1.0
@@ -54,4 +56,20 @@ class Cake:
         n, past = prompt.num_layers, prompt.past
         if stats is None or len(stats) != n:
             raise ValueError(f"cake needs the statistics of {n} layers, got {stats and len(stats)}")
-        return apportion(self.preferences(stats), n * min(prompt.base, past), [past] * n)
+        return apportion(self.preferences(stats), prompt.past_total, [past] * n)
+
+    def cascade(self, prompt: Prompt, stats: Sequence[LayerStats]) -> Iterator[list[int]]:
+        """Past tokens held by the layers so far, after each layer (CAKE, algorithm 1).
+
+        A layer may be cut to its size as soon as the next ones are known: sizes never grow, the
+        sum after layer m is at most the total budget + m + 1, and the last stage is `allocate`.
+        Stages round up, because a layer that joins can only lower the others' level.
+        """
+        total, past = prompt.past_total, prompt.past
+        held: list[int] = []
+        for stage in range(1, prompt.num_layers):
+            shares = pour(self.preferences(stats[:stage]), total, [past] * stage)
+            bounds = [math.ceil(x - 1e-9) for x in shares]
+            held = [min(*pair) for pair in zip([*held, past], bounds, strict=True)]
+            yield list(held)
+        yield self.allocate(prompt, stats)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
+from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.budgets import apportion
 
 
@@ -24,7 +25,8 @@ class Pyramid:
             more.
     """
 
-    needs_stats: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads.NOTHING
+    exact_ratio: ClassVar[bool] = False
 
     beta: float = 20.0
 

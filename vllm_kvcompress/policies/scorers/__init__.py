@@ -3,12 +3,21 @@
 from collections.abc import Mapping
 
 from vllm_kvcompress.policies.base import Scorer
+from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
+from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.policies.scorers.chance import Random
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
+from vllm_kvcompress.policies.scorers.tova import Tova
 from vllm_kvcompress.policies.scorers.window import SnapKV
 
 SCORERS: Mapping[str, type[Scorer]] = {
     "streamingllm": StreamingLLM,
+    "h2o": H2O,
+    "tova": Tova,
     "snapkv": SnapKV,
     "cake": CakeIndicator,
+    "caote": Caote,
+    "fastcaote": FastCaote,
+    "random": Random,
 }

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import WindowColumns
+from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import pooling
 
 
@@ -23,8 +24,7 @@ class CakeIndicator:
         kernel: average pooling width in tokens, odd.
     """
 
-    reads_window: ClassVar[bool] = True
-    needs_variance: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
 
     gamma: float = 200.0
     kernel: int = 5
@@ -34,7 +34,7 @@ class CakeIndicator:
             raise ConfigError(f"cake.gamma must be a finite number >= 0, got {self.gamma}")
         pooling.check("cake", "avg", self.kernel)
 
-    def score(self, columns: WindowColumns) -> torch.Tensor:
+    def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.total is None or columns.variance is None:
             raise ValueError("cake needs the window's attention and its variance; got none")

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import WindowColumns
+from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.policies.base import Reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +20,7 @@ class StreamingLLM:
         sinks: first tokens that are kept before any other (4 in the paper).
     """
 
-    reads_window: ClassVar[bool] = False
-    needs_variance: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads.NOTHING
 
     sinks: int = 4
 
@@ -30,7 +30,7 @@ class StreamingLLM:
                 f"streamingllm.sinks must be a whole number >= 0, got {self.sinks}; 4 is usual"
             )
 
-    def score(self, columns: WindowColumns) -> torch.Tensor:
+    def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32: +inf for sinks, then the position. Exact below 2**24 tokens."""
         position = torch.arange(columns.past, dtype=torch.float32, device=columns.device)
         position[: self.sinks] = torch.inf

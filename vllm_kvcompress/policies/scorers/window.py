@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvcompress.plan import WindowColumns
+from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import pooling
 
 
@@ -22,8 +23,7 @@ class SnapKV:
         kernel: pooling width in tokens, odd.
     """
 
-    reads_window: ClassVar[bool] = True
-    needs_variance: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads.WINDOW
 
     pooling: str = "max"
     kernel: int = 7
@@ -31,7 +31,7 @@ class SnapKV:
     def __post_init__(self) -> None:
         pooling.check("snapkv", self.pooling, self.kernel)
 
-    def score(self, columns: WindowColumns) -> torch.Tensor:
+    def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.total is None:
             raise ValueError("snapkv needs the window's attention; got none")

@@ -1,0 +1,140 @@
+"""What each method's compression costs, as a share of the prefill that it follows.
+
+    python benchmarks/bench_methods.py --model .cache/smollm2-135m-instruct
+
+One engine in one process; every round prefills the same prompt once per method, in turns, so that
+what else the machine does falls on all of them. The share is the time inside the compressor over
+the rest of the prefill, which is vLLM's own; medians of the rounds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_engine import processor
+
+GOALS = {"caote": 0.08, "fastcaote": 0.08, "h2o": 0.60, "d2o": 0.60}  # every other method: 0.05
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
+    parser.add_argument("--budget", type=float, default=0.1)
+    parser.add_argument("--prompt", type=int, default=6000, help="tokens of the prompt")
+    parser.add_argument("--chunk", type=int, default=2048, help="max_num_batched_tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--methods", nargs="*", help="presets; all of them if not given")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+class Timed:
+    """An engine whose compressor is timed, with settings of its own for each request."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self.llm: Any = LLM(
+            args.model,
+            max_model_len=8192,
+            max_num_batched_tokens=args.chunk,
+            enforce_eager=True,
+            dtype="float32",
+            distributed_executor_backend="uni",
+            enable_prefix_caching=False,
+            additional_config={"kvcompress": {"compress": "cake", "min_prompt": 1}},
+        )
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.manager = core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        self.seconds = 0.0
+        compressor = core.model_executor.driver_worker.worker.compressor
+        for name in ("after_attention", "end_step"):
+            setattr(compressor, name, self._timed(getattr(compressor, name)))
+
+    def _timed(self, inner: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*args, **named)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+    def prefill(self, ids: list[int], settings: Any) -> tuple[float, float]:
+        """Seconds of vLLM's own prefill and of the compression."""
+        from vllm import SamplingParams
+
+        self.manager.settings_of = lambda request: settings
+        self.seconds = 0.0
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        self.llm.llm_engine.add_request("r", {"prompt_token_ids": ids}, params)
+        start = time.perf_counter()
+        while not self.scheduler.running or self.scheduler.running[0].num_output_tokens == 0:
+            self.llm.llm_engine.step()
+        whole, inside = time.perf_counter() - start, self.seconds
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+        return whole - inside, inside
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="2",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+    )
+    from vllm_kvcompress.config import PRESETS, CompressionConfig
+    from vllm_kvcompress.demo.text import english
+
+    engine = Timed(args)
+    ids = engine.llm.get_tokenizer().encode(english()[: args.prompt * 8])[: args.prompt]
+    names = args.methods or list(PRESETS)
+    settings = {
+        name: CompressionConfig.parse({"compress": name, "budget": args.budget, "min_prompt": 1})
+        for name in names
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    engine.prefill(ids, settings[names[0]])  # warm up
+    for _ in range(args.rounds):
+        for name in names:
+            times[name].append(engine.prefill(ids, settings[name]))
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    result = {
+        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "command": " ".join(["python", "benchmarks/bench_methods.py", *sys.argv[1:]]),
+        "commit": commit,
+        "shapes": {
+            **{"prompt_tokens": len(ids), "budget": args.budget, "chunk": args.chunk},
+            **{"dtype": "float32", "rounds": args.rounds},
+        },
+        "methods": {
+            name: {
+                "prefill_s": round(statistics.median(own for own, _ in pairs), 3),
+                "compression_s": round(statistics.median(ours for _, ours in pairs), 4),
+                "share": round(statistics.median(ours / own for own, ours in pairs), 4),
+                "goal": GOALS.get(name, 0.05),
+            }
+            for name, pairs in times.items()
+        },
+    }
+    print(json.dumps(result, indent=2))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Reference of `column_sums`: float32, blocks of rows against all the keys they can see.
+
+The exponentials of a block stay in its buffer until their row sums are known; the columns' shares
+are then one product with the reciprocal sums. ``exp`` needs no row maximum unless a sum over- or
+underflows: such a block is done again with it. Keys that outgrow `KEYS` are read span by span,
+after a pass of their own for each row's LSE: a second QK^T, and memory bounded for any prompt.
+
+Even and odd positions are separate batches, two per KV head: three products would leave one of two
+threads idle for a quarter of the time.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+ROWS = 32  # query positions in a block, at most
+LOGITS = 8 << 20  # bytes of one block's logits, unless 8 rows take more
+KEYS = 32 << 20  # bytes of float32 keys
+SAFE = 1e-20, 1e30  # row sums that lost no term that matters and are far from overflow
+
+
+class _Tile(NamedTuple):
+    """A block of R rows and its n key columns of either parity: ``[2, Hq, R, n]`` logits."""
+
+    rows: slice  # of the query
+    columns: slice  # of the sums
+    q: torch.Tensor  # [2 * Hkv, G * R, D], scaled
+    k: torch.Tensor  # [2 * Hkv, D, n]
+    future: torch.Tensor  # [2, 1, R, m]: key after the row, for the last m columns
+    buffer: torch.Tensor  # [2 * Hkv, G * R, n]
+
+    def logits(self) -> torch.Tensor:
+        x = torch.bmm(self.q, self.k, out=self.buffer)
+        return x.view(2, -1, self.future.shape[2], x.shape[-1])
+
+    def fill_future(self, x: torch.Tensor, value: float) -> None:
+        x[..., x.shape[-1] - self.future.shape[-1] :].masked_fill_(self.future, value)
+
+
+def run(
+    query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
+) -> torch.Tensor:
+    count, heads, dim = query.shape
+    span = 2 * max(KEYS // (8 * key_pages.shape[1] * dim), 1)
+
+    def tiles() -> Iterator[_Tile]:
+        return _tiles(query, key_pages, pages, tokens, scale, span)
+
+    sums = query.new_zeros(2, heads, -(-tokens // 2), dtype=torch.float32)
+    if tokens <= span:
+        for tile in tiles():
+            x, total = _exponentials(tile)
+            sums[..., tile.columns] += (total.reciprocal().unsqueeze(1) @ x).squeeze(2)
+    else:
+        lse = query.new_full((heads, count, 1), -torch.inf, dtype=torch.float32)
+        for tile in tiles():
+            of = lse[:, tile.rows]
+            of.copy_(torch.logaddexp(of, _log_sum(tile)))
+        for tile in tiles():
+            x = tile.logits().sub_(lse[:, tile.rows]).exp_()
+            tile.fill_future(x, 0.0)
+            sums[..., tile.columns] += x.sum(2)
+    return sums.permute(1, 2, 0).flatten(1)[:, :tokens].contiguous()
+
+
+def _tiles(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    span: int,
+) -> Iterator[_Tile]:
+    """Every tile that holds a key some row can see; every row of a tile sees one of its keys."""
+    count, heads, dim = query.shape
+    kv_heads, block = key_pages.shape[1], key_pages.shape[3]
+    past, group = tokens - count, heads // kv_heads
+    half = min(span, tokens + tokens % 2) // 2
+    rows = min(max(LOGITS // (8 * heads * half), 8), ROWS, count)
+    buffer = query.new_empty(2 * heads * rows * half, dtype=torch.float32)
+    for start in range(0, tokens, span):
+        at = start + torch.arange(2 * half, device=query.device).view(half, 2).T  # [2, half]
+        token = at.clamp_max(tokens - 1)  # columns past the prompt are in every row's future
+        k = key_pages[pages[token // block], :, :, token % block].permute(0, 2, 3, 1)
+        k = k.float().reshape(2 * kv_heads, dim, half)
+        for row in range(max(past, start), tokens, rows):
+            stop = min(row + rows, tokens)
+            n = min((stop - start + 1) // 2, half)
+            first = min((row - start) // 2, n)
+            q = (query[row - past : stop - past].float() * scale).view(-1, kv_heads, group, dim)
+            q = q.permute(1, 2, 0, 3).expand(2, -1, -1, -1, -1).reshape(2 * kv_heads, -1, dim)
+            future = at[:, None, first:n] > torch.arange(row, stop, device=at.device)[:, None]
+            yield _Tile(
+                slice(row - past, stop - past),
+                slice(start // 2, start // 2 + n),
+                q,
+                k[..., :n],
+                future[:, None],
+                buffer[: q[..., 0].numel() * n].view(2 * kv_heads, -1, n),
+            )
+
+
+def _exponentials(tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp`` of the logits times a factor per row, and the row sums ``[Hq, R]``."""
+    x = tile.logits().exp_()
+    tile.fill_future(x, 0.0)
+    total = x.sum(-1).sum(0)
+    if not (total.min() >= SAFE[0] and total.max() <= SAFE[1]):
+        x = tile.logits()
+        tile.fill_future(x, -torch.inf)
+        x.sub_(x.amax(-1, keepdim=True).amax(0)).exp_()
+        total = x.sum(-1).sum(0)
+    return x, total
+
+
+def _log_sum(tile: _Tile) -> torch.Tensor:
+    """Log of the row sums ``[Hq, R, 1]`` of ``exp``."""
+    x = tile.logits()
+    tile.fill_future(x, -torch.inf)
+    top = x.amax(-1, keepdim=True).amax(0)
+    return top + x.sub_(top).exp_().sum(-1, keepdim=True).sum(0).log_()

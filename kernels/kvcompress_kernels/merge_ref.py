@@ -1,0 +1,73 @@
+"""Reference of `merge_evicted`: float32, cosines tiled over evicted and kept tokens.
+
+The nearest kept token of every evicted one comes first, since the threshold is a mean over all of
+them; then the merged ones are added up. Where nothing is merged, weight and divisor are exactly 1.
+"""
+
+import math
+
+import torch
+
+KEPT = 4096  # kept tokens in a tile
+COSINES = 8 << 20  # bytes of one tile's cosines
+
+
+def run(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, count = kept.shape
+    block = key_pages.shape[3]
+    head = torch.arange(heads, device=kept.device)[:, None]
+
+    def key(head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return key_pages[pages[token // block], head, :, token % block].float()
+
+    def value(head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return value_pages[pages[token // block], head, token % block].float()
+
+    keys, values = key(head, kept), value(head, kept)
+    evicted = torch.ones(heads, tokens, dtype=torch.bool, device=kept.device)
+    evicted = evicted.scatter_(1, kept, False).nonzero()[:, 1].view(heads, tokens - count)
+    if evicted.shape[1] == 0:
+        return keys, values
+
+    u = keys.new_full(evicted.shape, -torch.inf)
+    near = torch.zeros_like(evicted)
+    rows = max(COSINES // (4 * heads * min(count, KEPT)), 1)
+    for first in range(0, count, KEPT):
+        near_keys = _unit(keys[:, first : first + KEPT]).mT
+        for row in range(0, evicted.shape[1], rows):
+            tile = slice(row, row + rows)
+            top, at = (_unit(key(head, evicted[:, tile])) @ near_keys).max(-1)
+            better = top > u[:, tile]  # an equal earlier one stays
+            u[:, tile] = torch.where(better, top, u[:, tile])
+            near[:, tile] = torch.where(better, at + first, near[:, tile])
+
+    # in float64 the mean of equal cosines is that cosine, and all of them are merged
+    merged = u >= u.mean(1, keepdim=True, dtype=torch.float64)
+    near += count * head
+    weight = u.exp() * merged
+    total = weight.new_zeros(heads * count).index_add_(0, near.flatten(), weight.flatten())
+    total = total.view(heads, count, 1)
+    touched = total > 0
+    for x in (keys, values):
+        x *= torch.where(touched, math.e, 1.0)
+    for row in range(0, evicted.shape[1], KEPT):
+        tile = slice(row, row + KEPT)
+        of, column = merged[:, tile].nonzero(as_tuple=True)
+        token, into = evicted[:, tile][of, column], near[:, tile][of, column]
+        w = weight[:, tile][of, column, None]
+        keys.view(-1, keys.shape[-1]).index_add_(0, into, key(of, token).mul_(w))
+        values.view(-1, values.shape[-1]).index_add_(0, into, value(of, token).mul_(w))
+    for x in (keys, values):
+        x /= torch.where(touched, math.e + total, 1.0)
+    return keys, values
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.clamp_min(1e-12)

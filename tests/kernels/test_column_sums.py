@@ -1,0 +1,260 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcompress_kernels import column_sums, column_sums_ref
+
+prop = settings(derandomize=True, deadline=None, max_examples=25)
+close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+
+
+def slow(q, k, scale):
+    """METHODS section 3 in float64 by loops: q ``[Hq, T, d]``, k ``[Hkv, S, d]``."""
+    heads, count, _ = q.shape
+    group, tokens = heads // len(k), k.shape[1]
+    sums = np.zeros((heads, tokens))
+    for h in range(heads):
+        for i in range(count):
+            seen = tokens - count + i + 1
+            s = scale * (k[h // group, :seen] @ q[h, i])
+            a = np.exp(s - s.max())
+            sums[h, :seen] += a / a.sum()
+    return sums
+
+
+def paged(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
+    """Pages of k in random order, NaN in all that must not be read: (key_pages, pages)."""
+    heads, tokens, dim = k.shape
+    count = -(-tokens // block)
+    rng = np.random.RandomState(seed)
+    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
+    if interleave:  # [N, block, Hkv, 2 * D]: the keys of one token lie beside its values
+        store = torch.full((count + spare, block, heads, 2 * dim), torch.nan, dtype=dtype)
+        view = store[..., :dim].permute(0, 2, 3, 1)
+    else:
+        view = torch.full((count + spare, heads, dim, block), torch.nan, dtype=dtype)
+    for j in range(tokens):
+        view[pages[j // block], :, :, j % block] = k[:, j]
+    return view, pages
+
+
+def random(heads, kv_heads, tokens, count, dim, *, seed=0, q_scale=1.0, dtype=torch.float32):
+    """Query ``[Hq, T, d]`` and keys ``[Hkv, S, d]``."""
+    rng = np.random.RandomState(seed)
+    q = torch.from_numpy(q_scale * rng.standard_normal((heads, count, dim))).to(dtype)
+    return q, torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
+
+
+def compare(q, k, block, *, tolerance=close, **how):
+    scale = q.shape[-1] ** -0.5
+    view, pages = paged(k, block, dtype=k.dtype, **how)
+    got = column_sums(q.transpose(0, 1), view, pages, k.shape[1], scale)
+    assert got.shape == (len(q), k.shape[1])
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(
+        got, slow(q.double().numpy(), k.double().numpy(), scale), **tolerance
+    )
+    return got
+
+
+@pytest.mark.parametrize(
+    ("seed", "heads", "kv_heads", "tokens", "dim"),
+    [
+        (11, 2, 2, 12, 4),
+        (13, 4, 1, 37, 8),
+        (14, 6, 2, 101, 16),
+        (15, 9, 3, 257, 64),
+        (0, 1, 1, 1, 4),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 7, 32, "S"])
+def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, block):
+    q, k = random(heads, kv_heads, tokens, tokens, dim, seed=seed, q_scale=1.5)
+    compare(q, k, tokens if block == "S" else block)
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 33, 64, 65, 96, 97])
+@pytest.mark.parametrize("count", [1, 2, 30, 31])
+def test_last_chunks(tokens, count):
+    """Lengths about a block of rows, chunks that begin at even and odd positions."""
+    compare(*random(4, 2, tokens, count, 8, seed=tokens), 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+def test_dtypes_and_strides(heads, kv_heads, interleave, dtype):
+    q, k = random(heads, kv_heads, 75, 40, 8, dtype=dtype)
+    compare(q, k, 16, interleave=interleave)
+
+
+@prop
+@given(
+    st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (8, 1)]),
+    st.integers(1, 80),
+    st.sampled_from([1, 3, 8, 32]),
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_any_shape(heads, tokens, block, q_scale, seed, data):
+    count = data.draw(st.integers(1, tokens))
+    q, k = random(*heads, tokens, count, 4, seed=seed, q_scale=q_scale)
+    got = compare(q, k, block, seed=seed)
+    np.testing.assert_allclose(got.sum(1), np.full(heads[0], count), rtol=1e-5)
+    rows_that_see = torch.arange(tokens, 0, -1).clamp_max(count)
+    assert (got <= rows_that_see * (1 + 1e-5)).all()
+    assert (got >= 0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 151])
+def test_chunks_add_up_to_the_prompt(chunk):
+    tokens = 151
+    q, k = random(6, 2, tokens, tokens, 16)
+    view, pages = paged(k, 32)
+    query = q.transpose(0, 1)
+    total = torch.zeros(6, tokens)
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        part = column_sums(query[start:stop], view, pages[: -(-stop // 32)], stop, 0.25)
+        total[:, :stop] += part
+    want = column_sums(query, view, pages, tokens, 0.25)
+    torch.testing.assert_close(total, want, rtol=2e-6, atol=1e-6)
+
+
+def test_flat_attention():
+    """Row i spreads 1 over tokens 0 to i."""
+    view, pages = paged(torch.ones(1, 70, 4), 16)
+    got = column_sums(torch.randn(70, 2, 4), view, pages, 70, 0.5)
+    want = np.cumsum(1 / np.arange(70, 0, -1))[::-1]
+    np.testing.assert_allclose(got, np.stack([want, want]), **close)
+
+
+def test_sink_that_takes_nine_tenths():
+    """Logit ln(9 S) against 0: a sum of thousands beside sums of a few."""
+    tokens = 400
+    q, k = torch.zeros(2, tokens, 4), torch.zeros(1, tokens, 4)
+    q[..., 0], k[0, 0, 0] = 1.0, 2 * float(np.log(9 * tokens))
+    q[..., 1:] = 0.1 * torch.randn(2, tokens, 3)
+    got = compare(q, k, 32)
+    assert (got[:, 0] > 0.9 * tokens).all()
+
+
+@pytest.mark.parametrize("shift", [-300.0, -95.0, 95.0, 300.0])
+def test_logits_whose_exp_leaves_float32(shift):
+    """A common shift of one head's logits changes nothing, though exp alone over- or underflows."""
+    q, k = random(4, 2, 60, 60, 4)
+    k[..., 0] = 2.0
+    q[..., 0] = torch.tensor([0.0, 0.0, shift, 0.0])[:, None]
+    compare(q, k, 16, tolerance={"rtol": 1e-3, "atol": 1e-5})  # an ulp of 300 is 3e-5
+
+
+def test_future_logits_may_overflow():
+    """Only the last key is huge: rows before it must not notice."""
+    q, k = torch.ones(1, 40, 4), torch.zeros(1, 40, 4)
+    k[:, -1] = 1e4
+    want = np.append(np.cumsum(1 / np.arange(39, 0, -1))[::-1], 1.0)
+    np.testing.assert_allclose(compare(q, k, 16)[0], want, **close)
+
+
+@pytest.mark.parametrize("keys", [1, 30 * 64, 64 * 64])
+@pytest.mark.parametrize("count", [1, 20, 129])
+def test_keys_read_span_by_span(count, keys, monkeypatch):
+    q, k = random(6, 2, 129, count, 8, q_scale=2.0)
+    monkeypatch.setattr(column_sums_ref, "KEYS", keys)
+    compare(q, k, 16)
+
+
+def test_spans_with_logits_whose_exp_leaves_float32(monkeypatch):
+    q, k = random(2, 1, 60, 60, 4, q_scale=100.0)
+    monkeypatch.setattr(column_sums_ref, "KEYS", 16 * 16)
+    compare(q, k, 16, tolerance={"rtol": 1e-3, "atol": 1e-4})
+
+
+def test_gqa_equals_repeated_kv_heads():
+    q, k = random(6, 2, 50, 50, 8)
+    query = q.transpose(0, 1)
+    shared = column_sums(query, *paged(k, 16), 50, 0.3)
+    repeated = column_sums(query, *paged(k.repeat_interleave(3, 0), 16), 50, 0.3)
+    torch.testing.assert_close(shared, repeated, rtol=1e-5, atol=1e-7)
+
+
+def test_inputs_are_left_alone():
+    view, pages = paged(torch.randn(2, 40, 8), 16, spare=0)
+    view = view.nan_to_num(5.0)
+    q = torch.randn(40, 4, 8)
+    before = [x.clone() for x in (view, pages, q)]
+    column_sums(q, view, pages, 40, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(before, (view, pages, q), strict=True))
+
+
+def test_strided_query():
+    """A slice of a batch, and heads cut from a fused projection."""
+    view, pages = paged(torch.randn(2, 40, 8), 16)
+    q = torch.randn(50, 4, 24)[3:23, :, 8:16]
+    one = column_sums(q, view, pages, 40, 0.3)
+    assert torch.equal(one, column_sums(q.contiguous(), view, pages, 40, 0.3))
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage any operator returned."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.size = max(self.size, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "count"), [(9, 6000, 70), (9, 1500, 1500), (36, 3000, 40)]
+)
+def test_temporaries_stay_small(heads, tokens, count):
+    """A square matrix of 1500 tokens and 9 heads would take 81 MB."""
+    key_pages, pages = torch.randn(1, 3, 64, tokens), torch.tensor([0])
+    query = torch.randn(count, heads, 64)
+    with Largest() as seen:
+        column_sums(query, key_pages, pages, tokens, 0.125)
+    assert seen.size <= column_sums_ref.LOGITS
+
+
+GOOD = {"query": (4, 4, 8), "key_pages": (5, 2, 8, 16), "pages": (3,), "tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (4, 8)}, "values to unpack"),
+        ({"query": (4, 4, 6)}, "key_pages must have head dim 6; got 8"),
+        ({"query": (4, 3, 8)}, "Hq must be a multiple of Hkv=2; got 3"),
+        ({"query": (0, 4, 8)}, r"0 < T <= tokens must hold; got \(0, 40\)"),
+        ({"query": (41, 4, 8)}, r"0 < T <= tokens must hold; got \(41, 40\)"),
+        ({"key_pages": (5, 2, 8)}, r"key_pages must be \[N, Hkv, D, bs\]; got \(5, 2, 8\)"),
+        ({"key_pages": (5, 2, 16, 8)}, "key_pages must have head dim 8; got 16"),
+        ({"pages": (2,)}, r"pages must be \[3\]; got \(2,\)"),
+        ({"pages": (1, 3)}, r"pages must be \[3\]; got \(1, 3\)"),
+        ({"tokens": 49}, r"pages must be \[4\]; got \(3,\)"),
+        ({"tokens": 32}, r"pages must be \[2\]; got \(3,\)"),
+        ({"tokens": 0}, r"0 < T <= tokens must hold; got \(4, 0\)"),
+    ],
+    ids=str,
+)
+def test_shapes_are_checked(change, message):
+    def call(case):
+        column_sums(
+            torch.zeros(case["query"]),
+            torch.zeros(case["key_pages"]),
+            torch.zeros(case["pages"], dtype=torch.int64),
+            case["tokens"],
+            1.0,
+        )
+
+    call(GOOD)
+    with pytest.raises(ValueError, match=message):
+        call(GOOD | change)

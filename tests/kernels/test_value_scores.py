@@ -1,0 +1,269 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcompress_kernels import value_scores, value_scores_ref
+
+prop = settings(derandomize=True, deadline=None, max_examples=25)
+close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+
+
+def slow(h, v, fast, reduce):
+    """METHODS 4.6 in float64 by loops: h ``[Hq, S]``, v ``[Hkv, S, d]``."""
+    kv_heads, tokens, _ = v.shape
+    group = len(h) // kv_heads
+    out = np.zeros((kv_heads, tokens))
+    for g in range(kv_heads):
+        for j in range(tokens):
+            parts = []
+            for row in h[g * group : (g + 1) * group]:
+                o = v[g].mean(0) if fast else row @ v[g]
+                parts.append(row[j] / max(1 - row[j], 1e-6) * np.linalg.norm(o - v[g, j]))
+            out[g, j] = np.mean(parts) if reduce == "mean" else np.linalg.norm(parts)
+    return out
+
+
+def brute(h, v):
+    """Change of ``h @ v`` as each token alone is dropped and the rest renormalised: ``[S, d]``."""
+    change = []
+    for j in range(len(h)):
+        rest = np.delete(h, j)
+        change.append((rest / rest.sum()) @ np.delete(v, j, 0) - h @ v)
+    return np.array(change)
+
+
+def paged(v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
+    """Pages of v in random order, NaN in all that must not be read: (value_pages, pages)."""
+    heads, tokens, dim = v.shape
+    count = -(-tokens // block)
+    rng = np.random.RandomState(seed)
+    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
+    if interleave:  # [N, block, Hkv, 2 * D]: the values of one token lie beside its keys
+        store = torch.full((count + spare, block, heads, 2 * dim), torch.nan, dtype=dtype)
+        view = store[..., dim:].transpose(1, 2)
+    else:
+        view = torch.full((count + spare, heads, block, dim), torch.nan, dtype=dtype)
+    for j in range(tokens):
+        view[pages[j // block], :, j % block] = v[:, j]
+    return view, pages
+
+
+def random(heads, kv_heads, tokens, dim, *, seed=0, sharpness=1.5):
+    """Attention rows ``[Hq, S]`` and values ``[Hkv, S, d]``."""
+    rng = np.random.RandomState(seed)
+    h = torch.from_numpy(sharpness * rng.standard_normal((heads, tokens))).softmax(-1)
+    return h.float(), torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim)))
+
+
+def score(h, v, block=16, *, fast=False, reduce="mean", **how):
+    return value_scores(h, *paged(v, block, **how), v.shape[1], fast=fast, reduce=reduce)
+
+
+def compare(h, v, block=16, *, fast=False, reduce="mean", **how):
+    v = v.to(how.get("dtype", torch.float32))
+    got = score(h, v, block, fast=fast, reduce=reduce, **how)
+    assert got.shape == v.shape[:2]
+    assert got.dtype == torch.float32
+    want = slow(h.double().numpy(), v.double().numpy(), fast, reduce)
+    np.testing.assert_allclose(got, want, **close)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "dim"),
+    [(2, 2, 12, 4), (4, 1, 37, 8), (6, 2, 101, 16), (9, 3, 257, 64), (3, 1, 2, 4)],
+)
+@pytest.mark.parametrize("block", [1, 7, 32, "S"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("reduce", ["mean", "l2"])
+def test_shapes_of_the_spec(heads, kv_heads, tokens, dim, block, fast, reduce):
+    h, v = random(heads, kv_heads, tokens, dim, seed=tokens)
+    compare(h, v, tokens if block == "S" else block, fast=fast, reduce=reduce)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_dtypes_and_strides(fast, interleave, dtype):
+    compare(*random(6, 2, 75, 8), fast=fast, dtype=dtype, interleave=interleave)
+
+
+@prop
+@given(
+    st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (8, 1)]),
+    st.integers(1, 70),
+    st.sampled_from([1, 3, 8, 32]),
+    st.sampled_from([0.0, 1.0, 4.0]),
+    st.booleans(),
+    st.sampled_from(["mean", "l2"]),
+    st.integers(0, 1000),
+)
+def test_any_shape(heads, tokens, block, sharpness, fast, reduce, seed):
+    h, v = random(*heads, tokens, 4, seed=seed, sharpness=sharpness)
+    h.clamp_max_(0.99)  # nearer to 1 the denominator magnifies rounding
+    compare(h, v, block, fast=fast, reduce=reduce, seed=seed)
+
+
+def test_by_hand():
+    """The example of METHODS 4.6: full and fast evict different tokens."""
+    h = torch.tensor([[0.5, 0.3, 0.2]])
+    v = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]])
+    full, fast = score(h, v, fast=False), score(h, v, fast=True)
+    np.testing.assert_allclose(full, [[0.70711, 0.40658, 0.42573]], atol=1e-5)
+    np.testing.assert_allclose(fast, [[1.0, 0.42857, 0.35355]], atol=1e-5)
+
+
+@prop
+@given(st.integers(2, 40), st.sampled_from([0.0, 1.0, 3.0]), st.integers(0, 1000))
+def test_is_the_change_of_the_output(tokens, sharpness, seed):
+    h, v = random(1, 1, tokens, 8, seed=seed, sharpness=sharpness)
+    h = (h / h.double().sum()).float()
+    want = np.linalg.norm(brute(h[0].double().numpy(), v[0].numpy()), axis=1)
+    np.testing.assert_allclose(score(h, v)[0], want, rtol=1e-3, atol=1e-6)
+
+
+def test_l2_is_the_change_of_the_joint_output():
+    h, v = random(3, 1, 30, 8)
+    joint = np.concatenate([brute(row.double().numpy(), v[0].numpy()) for row in h], axis=1)
+    got = score(h, v, reduce="l2")
+    np.testing.assert_allclose(got[0], np.linalg.norm(joint, axis=1), rtol=1e-4)
+
+
+def test_equal_weights_make_fast_exact():
+    v = torch.randn(2, 64, 8)
+    h = torch.full((4, 64), 1 / 64)
+    torch.testing.assert_close(score(h, v), score(h, v, fast=True), rtol=1e-5, atol=1e-7)
+
+
+def test_fast_mean_ignores_the_weights():
+    """All weight on token 0: FastCAOTE still measures token 1 from the plain mean."""
+    v = torch.tensor([[[3.0, 0.0], [0.0, 0.0], [0.0, 3.0]]])
+    got = score(torch.tensor([[0.9, 0.1, 0.0]]), v, fast=True)
+    assert got[0, 1].item() == pytest.approx(0.1 / 0.9 * 2**0.5, rel=1e-5)
+
+
+def test_token_without_weight_scores_nothing():
+    h, v = random(4, 2, 20, 8)
+    h[:, 7] = 0
+    assert (score(h, v)[:, 7] == 0).all()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_sink_that_takes_nine_tenths(fast):
+    h, v = random(6, 2, 50, 8)
+    h[:, 1:] *= 0.1 / h[:, 1:].sum(1, keepdim=True)
+    h[:, 0] = 0.9
+    compare(h, v, fast=fast)
+
+
+@pytest.mark.parametrize("rest", [0.0, 1e-8, 1e-7, 1e-6, 1e-5])
+@pytest.mark.parametrize("fast", [False, True])
+def test_all_the_weight_on_one_token(fast, rest):
+    h = torch.full((1, 33), rest / 32)
+    h[:, 5] = 1 - rest
+    assert score(h, torch.randn(1, 33, 8), fast=fast).isfinite().all()
+
+
+def test_denominator_is_clamped():
+    h, v = torch.tensor([[1.0, 0.0]]), torch.tensor([[[4.0], [0.0]]])
+    assert score(h, v, fast=True)[0, 0].item() == pytest.approx(2e6, rel=1e-5)
+
+
+def test_values_far_from_zero():
+    """Values 1000 +- 0.1: an expanded square would lose everything but its rounding."""
+    h, v = random(1, 1, 40, 16)
+    compared = v * 0.1 + 1000
+    want = slow(h.double().numpy(), compared.float().double().numpy(), False, "mean")
+    np.testing.assert_allclose(score(h, compared), want, rtol=0.02)
+
+
+@pytest.mark.parametrize("size", [1, 7 * 6 * 32, 10**9])
+@pytest.mark.parametrize("fast", [False, True])
+def test_tiles_do_not_matter(fast, size, monkeypatch):
+    h, v = random(6, 2, 75, 8)
+    monkeypatch.setattr(value_scores_ref, "DIFFERENCES", size)
+    compare(h, v, fast=fast)
+
+
+def test_kv_heads_keep_to_themselves():
+    """Values of another KV head, weights of another group: no influence, to the bit."""
+    h, v = random(6, 3, 30, 8)
+    before = score(h, v)
+    h[2:4], v[1] = h[[3, 5]], 7 * v[2]
+    after = score(h, v)
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_inputs_are_left_alone():
+    h, v = random(4, 2, 40, 8)
+    view, pages = paged(v, 16, spare=0)
+    view = view.nan_to_num(5.0)
+    before = [x.clone() for x in (h, view, pages)]
+    value_scores(h, view, pages, 40, fast=False, reduce="l2")
+    assert all(torch.equal(a, b) for a, b in zip(before, (h, view, pages), strict=True))
+
+
+def test_strided_weights():
+    """Every other row of a transposed array."""
+    h, v = random(8, 2, 40, 8)
+    strided = h.T.contiguous().T[::2]
+    assert torch.equal(score(strided, v), score(strided.contiguous(), v))
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage any operator returned."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.size = max(self.size, x.untyped_storage().nbytes())
+        return out
+
+
+def test_temporaries_stay_small():
+    """o - v_j for all tokens at once would take 35 MB."""
+    value_pages, pages = torch.randn(1, 3, 15000, 64), torch.tensor([0])
+    h = torch.full((9, 15000), 1 / 15000)
+    with Largest() as seen:
+        value_scores(h, value_pages, pages, 15000, fast=False, reduce="mean")
+    assert seen.size <= value_scores_ref.DIFFERENCES
+
+
+GOOD = {
+    "weights": torch.zeros(4, 40),
+    "value_pages": torch.zeros(5, 2, 16, 8),
+    "pages": torch.zeros(3, dtype=torch.int64),
+    "tokens": 40,
+    "fast": False,
+    "reduce": "mean",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": torch.zeros(40)}, "values to unpack"),
+        ({"weights": torch.zeros(4, 39)}, r"weights must be \[Hq, 40\]; got \(4, 39\)"),
+        ({"weights": torch.zeros(3, 40)}, "Hq must be a multiple of Hkv=2; got 3"),
+        ({"weights": torch.zeros(0, 40)}, "Hq must be a multiple of Hkv=2; got 0"),
+        ({"weights": torch.zeros(4, 40).half()}, "weights must be float32; got torch.float16"),
+        ({"value_pages": torch.zeros(5, 2, 16)}, r"value_pages must be \[N, Hkv, bs, D\]"),
+        ({"value_pages": torch.zeros(5, 2, 8, 16)}, r"pages must be \[5\]; got \(3,\)"),
+        ({"pages": GOOD["pages"][:2]}, r"pages must be \[3\]; got \(2,\)"),
+        ({"pages": GOOD["pages"][None]}, r"pages must be \[3\]; got \(1, 3\)"),
+        ({"tokens": 0}, "tokens must be positive; got 0"),
+        ({"reduce": "max"}, "reduce must be 'mean' or 'l2'; got 'max'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_shapes_are_checked(change, message):
+    value_scores(**GOOD)
+    with pytest.raises(ValueError, match=message):
+        value_scores(**GOOD | change)

@@ -1,0 +1,229 @@
+"""METHODS in float64 by loops over numpy arrays: slow, obvious, no code of the package.
+
+One function per section. Shapes: q ``[Hq, S, d]``, k and v ``[Hkv, S, d]`` of one layer.
+"""
+
+import math
+
+import numpy as np
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+def attention(q, k, rows):
+    """``[Hq, len(rows), S]``: causal softmax of the given rows."""
+    group, tokens, dim = len(q) // len(k), k.shape[1], k.shape[2]
+    a = np.zeros((len(q), len(rows), tokens))
+    for h in range(len(q)):
+        for at, i in enumerate(rows):
+            s = k[h // group, : i + 1] @ q[h, i] / math.sqrt(dim)
+            e = np.exp(s - s.max())
+            a[h, at, : i + 1] = e / e.sum()
+    return a
+
+
+def column_sums(q, k):
+    tokens = k.shape[1]
+    return attention(q, k, range(tokens)).sum(1)
+
+
+def pool(x, kind, kernel):
+    half, out = kernel // 2, np.empty_like(x)
+    for j in range(x.shape[-1]):
+        near = x[..., max(j - half, 0) : j + half + 1]
+        out[..., j] = near.sum(-1) / kernel if kind == "avg" else near.max(-1)
+    return out
+
+
+def over_group(x, kv_heads, how="mean"):
+    grouped = x.reshape(kv_heads, -1, x.shape[-1])
+    return grouped.mean(1) if how == "mean" else np.sqrt((grouped**2).sum(1))
+
+
+# -- scorers: [Hkv, P] ---------------------------------------------------------------------------
+
+
+def snapkv(q, k, v, w, kind="max", kernel=7):
+    tokens = k.shape[1]
+    a = attention(q, k, range(tokens - w, tokens))[..., : tokens - w]
+    return pool(over_group(a.sum(1), len(k)), kind, kernel)
+
+
+def cake(q, k, v, w, gamma=200.0, kernel=5):
+    tokens = k.shape[1]
+    a = attention(q, k, range(tokens - w, tokens))[..., : tokens - w]
+    return over_group(pool(a.mean(1) + gamma * a.var(1, ddof=1), "avg", kernel), len(k))
+
+
+def h2o(q, k, v, w):
+    return over_group(column_sums(q, k), len(k))[:, : k.shape[1] - w]
+
+
+def tova(q, k, v, w):
+    tokens = k.shape[1]
+    row = attention(q, k, [tokens - 1])[:, 0].mean(0)[: tokens - w]
+    return np.tile(row, (len(k), 1))
+
+
+def streamingllm(q, k, v, w):
+    row = np.arange(k.shape[1] - w, dtype=float)
+    row[:4] = np.inf
+    return np.tile(row, (len(k), 1))
+
+
+def caote(q, k, v, w, base="snapkv", how="mean", fast=False):
+    tokens, group = k.shape[1], len(q) // len(k)
+    if base == "tova":
+        h = attention(q, k, [tokens - 1])[:, 0]
+    elif base == "h2o":
+        h = column_sums(q, k)
+    else:
+        h = attention(q, k, range(tokens - w, tokens)).mean(1)
+        h[:, : tokens - w] = pool(h[:, : tokens - w], "max", 7)
+    h = h / h.sum(-1, keepdims=True)
+    c = np.zeros_like(h)
+    for head in range(len(q)):
+        values = v[head // group]
+        o = values.mean(0) if fast else h[head] @ values
+        for j in range(tokens):
+            c[head, j] = h[head, j] / (1 - h[head, j]) * np.linalg.norm(o - values[j])
+    return over_group(c, len(k), how)[:, : tokens - w]
+
+
+# -- allocators: past tokens per layer ------------------------------------------------------------
+
+
+def apportion(weights, total, caps, floor=0):
+    if sum(caps) <= total:
+        return list(caps)
+    n = [min(floor, cap) for cap in caps]
+    room = [cap - have for cap, have in zip(caps, n, strict=True)]
+    rest, x, frozen = total - sum(n), [0.0] * len(n), set()
+    for active_weights in (weights, [1.0] * len(n)):
+        while True:
+            active = [i for i in range(len(n)) if i not in frozen and active_weights[i] > 0]
+            left = rest - sum(x[i] for i in frozen)
+            if not active or left <= 0:
+                break
+            level = left / sum(active_weights[i] for i in active)
+            full = [i for i in active if level * active_weights[i] >= room[i]]
+            for i in full:
+                x[i] = room[i]
+                frozen.add(i)
+            if not full:
+                for i in active:
+                    x[i] = level * active_weights[i]
+                    frozen.add(i)
+    whole = [math.floor(value + 1e-9) for value in x]
+    order = sorted(range(len(n)), key=lambda i: (-round(x[i] - whole[i], 9), i))
+    while sum(whole) < rest:
+        for i in order:
+            if sum(whole) < rest and whole[i] < room[i]:
+                whole[i] += 1
+    return [have + more for have, more in zip(n, whole, strict=True)]
+
+
+def cake_stats(q, k, w):
+    tokens = k.shape[1]
+    a = attention(q, k, range(tokens - w, tokens))[..., : tokens - w]
+    entropy = -sum(p * math.log(p) for p in a.ravel() if p > 0)
+    return entropy, a.var(1, ddof=1).sum()
+
+
+def cake_budgets(stats, base, past, tau1=1.0, tau2=1.0):
+    weights = [h ** (1 / tau1) * s ** (1 / tau2) for h, s in stats]
+    return apportion([x / max(weights) for x in weights], len(stats) * base, [past] * len(stats))
+
+
+def pyramid_budgets(layers, base, past, beta=20):
+    if layers == 1:
+        return [base]
+    lo, hi = base / beta, 2 * base - base / beta
+    if hi > past:
+        hi, lo = past, 2 * base - past
+    x = [hi - i * (hi - lo) / (layers - 1) for i in range(layers)]
+    return apportion(x, layers * base, [past] * layers)
+
+
+def dynamickv_budgets(scores, base, past, r_max=10, every=4):
+    """`scores`: per layer ``[Hkv, P]``."""
+    layers, heads = len(scores), len(scores[0])
+    limit, total, held = min(int(r_max * base), past), base * len(scores), []
+    for n in range(1, layers + 1):
+        held.append(limit)
+        if n % every and n < layers:
+            continue
+        entries = [(-value, i) for i in range(n) for value in scores[i].ravel()]
+        entries.sort()
+        counts = [0] * n
+        for _, i in entries[: base * heads * n]:
+            counts[i] += 1
+        if n < layers:
+            share = apportion(counts, total, [limit] * n)
+            held = [min(pair) for pair in zip(held, share, strict=True)]
+        else:
+            held = apportion(counts, total, held)
+    return held
+
+
+def d2o_budgets(sums, total, tokens, norm="layer_minmax", floor=8):
+    """`sums`: per layer ``[Hq, S]``."""
+    v = [c.var(-1, ddof=1) for c in sums]
+    if norm == "head_minmax":
+        v = [(x - x.min()) / (x.max() - x.min() + 1e-6) for x in v]
+    f = np.array([x.mean() for x in v])
+    if norm == "layer_minmax":
+        f = (f - f.min()) / (f.max() - f.min() + 1e-6)
+    weights = np.exp(-(f - f.min()))
+    return apportion(list(weights / weights.sum()), total, [tokens] * len(sums), floor)
+
+
+# -- selectors: a sorted list per KV head ----------------------------------------------------------
+
+
+def best(row, keep):
+    return sorted(sorted(range(len(row)), key=lambda j: (-row[j], j))[:keep])
+
+
+def chunks(t, keep, size):
+    """`t`: one row of token scores."""
+    parts = [list(range(a, min(a + size, len(t)))) for a in range(0, len(t), size)]
+    order = sorted(range(len(parts)), key=lambda i: (-np.mean([t[j] for j in parts[i]]), i))
+    return sorted([j for i in order for j in parts[i]][:keep])
+
+
+def split(n):
+    sinks = min(4, n)
+    recent = min(n - sinks, n // 4)
+    return sinks, n - sinks - recent, recent
+
+
+def heavy_recent(row, n):
+    tokens = len(row)
+    sinks, heavy, recent = split(n)
+    middle = range(sinks, tokens - recent)
+    chosen = sorted(middle, key=lambda j: (-row[j], j))[:heavy]
+    return sorted([*range(sinks), *chosen, *range(tokens - recent, tokens)])
+
+
+# -- D2O merge -------------------------------------------------------------------------------------
+
+
+def merge(k, v, kept):
+    """One KV head: k and v ``[S, d]``, `kept` a sorted list."""
+    evicted = [i for i in range(len(k)) if i not in set(kept)]
+    unit = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
+    new_k, new_v = k[kept].copy(), v[kept].copy()
+    if not evicted:
+        return new_k, new_v
+    cos = unit[evicted] @ unit[kept].T
+    near, u = cos.argmax(1), cos.max(1)
+    for at, j in enumerate(kept):
+        into = [e for e in range(len(evicted)) if near[e] == at and u[e] >= u.mean()]
+        if into:
+            weight = np.exp(u[into])
+            z = math.e + weight.sum()
+            members = [evicted[e] for e in into]
+            new_k[at] = (math.e * k[j] + weight @ k[members]) / z
+            new_v[at] = (math.e * v[j] + weight @ v[members]) / z
+    return new_k, new_v

@@ -1,0 +1,198 @@
+"""CAKE's cascade, DynamicKV and D2O: METHODS 2.3 to 2.5."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import methods_reference as ref
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import LayerStats, Prompt
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.d2o import D2O
+from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV, count_highest
+
+prop = settings(derandomize=True, deadline=None, max_examples=100)
+
+
+def prompt(n, budget, window, tokens, total=None):
+    return Prompt(num_layers=n, tokens=tokens, window=window, budget=budget, total=total)
+
+
+# -- CAKE's cascade ---------------------------------------------------------------------------
+
+
+@prop
+@given(
+    st.lists(st.floats(0, 50) | st.just(0.0), min_size=1, max_size=40),
+    st.integers(1, 200),
+    st.integers(1, 600),
+)
+def test_cascade_is_one_shot_and_bounded(decades, base, past):
+    """Sizes never grow, a stage holds at most T + m + 1, and the last is `allocate`."""
+    stats = [LayerStats(entropy=1.0, shift=math.exp(-d)) for d in decades]
+    p = prompt(len(stats), base + 4, 4, past + 4)
+    held: list[int] = []
+    for stage, sizes in enumerate(Cake().cascade(p, stats)):
+        assert len(sizes) == stage + 1
+        assert all(now <= before for now, before in zip(sizes, held))  # noqa: B905
+        assert sum(sizes) <= p.past_total + stage + 1
+        assert all(0 <= size <= p.past for size in sizes)
+        held = sizes
+    assert held == Cake().allocate(p, stats)
+
+
+def test_cascade_of_the_worked_example():
+    stats = [LayerStats(entropy=1.0, shift=float(w)) for w in (1, 20, 20, 100)]
+    stages = list(Cake().cascade(prompt(4, 15, 4, 24), stats))
+    assert stages[0] == [20]
+    assert stages[-1] == [0, 12, 12, 20]
+
+
+# -- DynamicKV --------------------------------------------------------------------------------
+
+
+def of_scores(scores):
+    return [LayerStats(scores=s) for s in scores]
+
+
+def test_dynamickv_worked_example():
+    assert DynamicKV().settle([[27, 6, 8, 7]], 24, 60) == [14, 3, 4, 3]
+
+
+@prop
+@given(
+    st.integers(1, 13),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 999),
+)
+def test_dynamickv_equals_the_reference(layers, heads, past, levels, every, seed):
+    """Few score levels: ties cross heads and layers, the lower layer counts first."""
+    rng = np.random.RandomState(seed)
+    scores = rng.randint(0, 3**levels, (layers, heads, past)).astype(np.float32)
+    scores *= rng.lognormal(0, 1, (layers, 1, 1)).astype(np.float32)
+    base = rng.randint(1, past + 1)
+    r_max = float(rng.choice([1.0, 1.5, 3.0, 10.0]))
+    got = DynamicKV(r_max=r_max, every=every).allocate(
+        prompt(layers, base + 8, 8, past + 8), of_scores(torch.from_numpy(scores))
+    )
+    assert got == ref.dynamickv_budgets(list(scores), base, past, r_max, every)
+    assert all(0 <= b <= min(int(r_max * base), past) for b in got)
+    assert sum(got) <= layers * base
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 5, 30])
+def test_dynamickv_updates_after_the_last_layer_too(layers):
+    """The authors' code leaves up to 10 budgets in each layer after the last full group."""
+    scores = torch.rand(layers, 2, 300, generator=torch.Generator().manual_seed(1))
+    got = DynamicKV().allocate(prompt(layers, 28, 8, 308), of_scores(scores))
+    assert sum(got) == layers * 20
+
+
+def test_count_highest():
+    scores = torch.tensor([[[3.0, 1.0, 1.0]], [[1.0, 2.0, torch.nan]]])
+    assert [count_highest(scores, keep).tolist() for keep in range(7)] == [
+        *([0, 0], [1, 0], [1, 1], [2, 1], [3, 1], [3, 2], [3, 3])
+    ]
+
+
+@pytest.mark.parametrize("stats", [None, [], of_scores([None, None])])
+def test_dynamickv_needs_scores(stats):
+    with pytest.raises(ValueError, match="scores of 2 layers"):
+        DynamicKV().allocate(prompt(2, 20, 8, 100), stats)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (dict(r_max=0.5), "r_max"),
+        (dict(r_max=math.nan), "r_max"),
+        (dict(r_max=math.inf), "r_max"),
+        (dict(every=0), "every"),
+    ],
+)
+def test_dynamickv_refuses(params, message):
+    with pytest.raises(ConfigError, match=message):
+        DynamicKV(**params)
+
+
+# -- D2O --------------------------------------------------------------------------------------
+
+RAW = (3.59, 0.98, 3.15, 1.00, 2.38, 0.99)
+
+
+def of_variances(*rows):
+    return [LayerStats(column_variance=tuple(row)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        ("layer_minmax", [30, 67, 34, 67, 43, 67]),
+        ("raw", [14, 84, 17, 83, 27, 83]),
+    ],
+)
+def test_d2o_worked_example(norm, expected):
+    """METHODS prints two decimals of the statistics, and budgets of the whole ones."""
+    got = D2O(norm=norm).allocate(
+        prompt(6, 51, 0, 257, total=308), of_variances(*((f,) for f in RAW))
+    )
+    assert sum(got) == 308
+    assert all(abs(a - b) <= 1 for a, b in zip(got, expected, strict=True))
+
+
+def test_d2o_head_minmax_scales_within_the_layer():
+    rows = [(1.0, 3.0, 2.0), (100.0, 100.0, 400.0)]
+    f = [np.mean([0, 1, 0.5]), np.mean([0, 0, 1])]
+    assert D2O(norm="head_minmax").densities(of_variances(*rows)) == pytest.approx(f, abs=1e-5)
+    assert D2O(norm="raw").densities(of_variances(*rows)) == [2.0, 200.0]
+
+
+@prop
+@given(
+    st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=1, max_size=40),
+    st.sampled_from(["layer_minmax", "head_minmax", "raw"]),
+    st.integers(1, 400),
+    st.integers(0, 60),
+    st.booleans(),
+)
+def test_d2o_sum_floor_and_caps(rows, norm, tokens, window, skips):
+    n = len(rows)
+    window = min(window, tokens - 1)
+    total = n * window + min(n * 20, n * (tokens - window))
+    p = prompt(n, window + 20, window, tokens, total=total)
+    d2o = D2O(norm=norm, skip_layers=(0, 1, -1) if skips else ())
+    got = d2o.allocate(p, of_variances(*rows))
+    assert sum(got) == p.past_total
+    assert all(min(8 - window, p.past) <= b <= p.past for b in got)
+
+
+def test_d2o_skipped_layers_keep_every_token_and_the_total_stays():
+    stats = of_variances(*((float(i),) for i in range(8)))
+    got = D2O(skip_layers=(0, 1, -1)).allocate(prompt(8, 50, 0, 100, total=400), stats)
+    assert [got[0], got[1], got[-1]] == [100, 100, 100]
+    assert sum(got) == 400
+    poor = D2O(skip_layers=(0, 1, -1)).allocate(prompt(8, 20, 0, 100, total=160), stats)
+    assert sum(poor) == 160
+    assert min(poor) == 8
+    assert D2O(skip_layers=(5, -9)).allocate(prompt(1, 20, 0, 100), of_variances((1.0,))) == [20]
+
+
+@pytest.mark.parametrize("stats", [None, of_variances((1.0,)), of_variances((), ())])
+def test_d2o_needs_variances(stats):
+    with pytest.raises(ValueError, match="variances of 2 layers"):
+        D2O().allocate(prompt(2, 20, 0, 100), stats)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"), [(dict(norm="minmax"), "norm must be"), (dict(floor=-1), "floor")]
+)
+def test_d2o_refuses(params, message):
+    with pytest.raises(ConfigError, match=message):
+        D2O(**params)

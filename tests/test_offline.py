@@ -1,0 +1,306 @@
+"""Every preset on plain tensors, against METHODS in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import methods_reference as ref
+from vllm_kvcompress.config import PRESETS, CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.offline import compress
+
+prop = settings(derandomize=True, deadline=None, max_examples=40)
+
+WINDOWS = {"tova": 1, "streamingllm": 0, "dynamickv": 8, "d2o": 0}
+SHAPES = {  # layers, Hq, Hkv, S, d, sink
+    "mha": (3, 2, 2, 90, 8, 0.0),
+    "gqa": (6, 4, 2, 101, 16, 0.0),
+    "mqa": (2, 4, 1, 97, 8, 0.0),
+    "smol": (5, 9, 3, 130, 16, 0.0),
+    "one-layer": (1, 3, 1, 77, 4, 0.0),
+    "sink": (4, 4, 2, 120, 8, 6.0),  # takes about 90 % of the attention
+}
+
+
+def inputs(layers, heads, kv_heads, tokens, dim, sink, seed, dtype=torch.float32):
+    rs = np.random.RandomState(seed)
+    q = rs.standard_normal((layers, heads, tokens, dim)) * 1.5
+    k = rs.standard_normal((layers, kv_heads, tokens, dim))
+    v = rs.standard_normal((layers, kv_heads, tokens, dim))
+    q[:, :, :, 0] += sink
+    k[:, :, 0, 0] += sink
+    return tuple(torch.from_numpy(x).to(dtype) for x in (q, k, v))
+
+
+def scores_of(preset, q, k, v, w):
+    if preset in ("snapkv", "pyramidkv", "dynamickv"):
+        return ref.snapkv(q, k, v, w)
+    if preset == "chunkkv":
+        return ref.snapkv(q, k, v, w, kernel=1)
+    if preset in ("h2o", "d2o"):
+        return ref.h2o(q, k, v, w)
+    if preset in ("caote", "fastcaote"):
+        return ref.caote(q, k, v, w, fast=preset == "fastcaote")
+    return {"cake": ref.cake, "tova": ref.tova, "streamingllm": ref.streamingllm}[preset](
+        q, k, v, w
+    )
+
+
+def budgets_of(preset, layers, scores, base, ratio, w):
+    tokens = layers[0][1].shape[1]
+    past = tokens - w
+    if preset == "pyramidkv":
+        return ref.pyramid_budgets(len(layers), base, past)
+    if preset == "cake":
+        return ref.cake_budgets([ref.cake_stats(q, k, w) for q, k, _ in layers], base, past)
+    if preset == "dynamickv":
+        return ref.dynamickv_budgets([s.astype(np.float32) for s in scores], base, past)
+    if preset == "d2o":
+        sums = [ref.column_sums(q, k) for q, k, _ in layers]
+        return ref.d2o_budgets(sums, round(ratio * tokens * len(layers)), tokens)
+    return [base] * len(layers)
+
+
+def check_layer(preset, got, layer, score, past, w):
+    """One layer's positions, ranked by `score` up to float32's rounding at the boundary."""
+    kv_heads, tokens = got.keys[layer].shape[0], score.shape[1] + w
+    for head in range(kv_heads):
+        kept = got.positions[layer][head].tolist()
+        assert kept == sorted(set(kept))
+        assert len(kept) == past + w
+        row = score[head]
+        if preset == "chunkkv":
+            want = ref.chunks(score.sum(0), past, 10)
+        elif preset == "d2o":
+            want = ref.heavy_recent(row, past)
+        else:
+            want = ref.best(row, past)
+        want = [*want, *range(tokens - w, tokens)]
+        if kept != want and preset != "chunkkv":
+            low = min(row[j] for j in want if j < len(row) and not math.isinf(row[j]))
+            for j in set(kept) ^ set(want):
+                assert row[j] == pytest.approx(low, rel=1e-4), (layer, head, j)
+            assert len(set(kept) ^ set(want)) <= 4
+        else:
+            assert kept == want
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "random"])
+@pytest.mark.parametrize("ratio", [0.5, 0.37])
+def test_equals_the_reference(preset, shape, ratio):
+    w = WINDOWS.get(preset, 32)
+    layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
+    q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
+    got = compress(q, k, v, policy=preset, budget=ratio)
+    exact = [tuple(x[i].double().numpy() for x in (q, k, v)) for i in range(layers)]
+    scores = [scores_of(preset, *layer, w) for layer in exact]
+    base = max(math.floor(ratio * tokens), w + 1) - w
+    budgets = budgets_of(preset, exact, scores, base, ratio, w)
+    assert got.budgets == [b + w for b in budgets]
+    for layer, score in enumerate(scores):
+        found = got.scores[layer]
+        assert found.shape == (kv_heads, tokens)
+        assert found.dtype == torch.float32
+        assert torch.isinf(found[:, tokens - w :]).all()
+        free = ~torch.isinf(found[:, : tokens - w])
+        np.testing.assert_allclose(
+            found[:, : tokens - w][free].numpy(), score[free.numpy()], rtol=1e-4, atol=1e-6
+        )
+        check_layer(preset, got, layer, score, budgets[layer], w)
+        for head in range(kv_heads):
+            kept = got.positions[layer][head]
+            want = k[layer, head, kept], v[layer, head, kept]
+            if preset == "d2o":
+                merged = ref.merge(exact[layer][1][head], exact[layer][2][head], kept.tolist())
+                want = tuple(torch.from_numpy(x).float() for x in merged)
+            torch.testing.assert_close(got.keys[layer][head], want[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got.values[layer][head], want[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["snapkv", "tova", "h2o"])
+@pytest.mark.parametrize("how", ["mean", "l2"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_caote_over_every_base(base, how, fast):
+    q, k, v = inputs(*SHAPES["gqa"], seed=4)
+    policy = {
+        "compress": "fastcaote" if fast else "caote",
+        "base": base,
+        "scorer_params": {"reduce": how},
+    }
+    got = compress(q, k, v, policy=policy, budget=0.5)
+    w = 1 if base == "tova" else 32
+    for layer in range(len(k)):
+        exact = (x[layer].double().numpy() for x in (q, k, v))
+        want = ref.caote(*exact, w, base=base, how=how, fast=fast)
+        np.testing.assert_allclose(
+            got.scores[layer][:, : want.shape[1]].numpy(), want, rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("norm", ["layer_minmax", "head_minmax", "raw"])
+@pytest.mark.parametrize("ratio", [0.2, 0.5])
+def test_d2o_budgets_of_every_norm(norm, ratio):
+    q, k, v = inputs(*SHAPES["gqa"], seed=6)
+    policy = {"compress": "d2o", "allocator_params": {"norm": norm}}
+    got = compress(q, k, v, policy=policy, budget=ratio)
+    sums = [
+        ref.column_sums(a.double().numpy(), b.double().numpy()) for a, b in zip(q, k, strict=True)
+    ]
+    total = round(ratio * 101 * 6)
+    assert got.budgets == ref.d2o_budgets(sums, total, 101, norm)
+    assert sum(got.budgets) == total
+
+
+def test_chunks_of_any_size_shared_or_not_and_reused():
+    q, k, v = inputs(*SHAPES["gqa"], seed=8)
+    w, tokens = 32, 101
+    scores = [
+        ref.snapkv(*(x[i].double().numpy() for x in (q, k, v)), w, kernel=1) for i in range(6)
+    ]
+    for size, shared, reuse in ((1, True, 1), (3, False, 1), (20, True, 2), (10, False, 4)):
+        policy = {
+            "compress": "chunkkv",
+            "allocator": "pyramid",
+            "selector_params": {"size": size, "shared": shared, "reuse": reuse},
+        }
+        got = compress(q, k, v, policy=policy, budget=0.5)
+        assert got.budgets == [b + w for b in ref.pyramid_budgets(6, 50 - w, tokens - w)]
+        for layer, n in enumerate(got.budgets):
+            leader = scores[layer // reuse * reuse]
+            for head in range(2):
+                t = leader.sum(0) if shared else leader[head]
+                want = [*ref.chunks(t, n - w, size), *range(tokens - w, tokens)]
+                assert got.positions[layer][head].tolist() == want
+
+
+# -- what holds for every preset ------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    group = draw(st.sampled_from([1, 2, 3]))
+    kv_heads = draw(st.integers(1, 3))
+    layers, tokens = draw(st.integers(1, 6)), draw(st.integers(1, 90))
+    q, k, v = inputs(layers, group * kv_heads, kv_heads, tokens, 4, 0.0, draw(st.integers(0, 99)))
+    preset = draw(st.sampled_from(sorted(PRESETS)))
+    ratio = st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0])
+    budget = draw(ratio | st.integers(33, 120))
+    return preset, (q, k, v), budget, draw(st.sampled_from([1, 4, 16]))
+
+
+@prop
+@given(cases())
+def test_what_is_kept_is_exact_and_in_place(case):
+    preset, (q, k, v), budget, page = case
+    layers, kv_heads, tokens, _ = k.shape
+    made = CompressionConfig.parse({"compress": preset, "budget": budget})
+    got = compress(q, k, v, policy=preset, budget=budget, page_size=page)
+    mean = made.tokens_per_layer(tokens)
+    total = made.prompt(layers, tokens).kept
+    if tokens <= mean:
+        assert got.budgets == [tokens] * layers
+        assert all(torch.isinf(s).all() for s in got.scores)
+    elif page == 1:
+        assert sum(got.budgets) == min(total, layers * tokens)
+    w = made.resolved_window
+    for layer in range(layers):
+        kept = got.positions[layer]
+        assert kept.shape == (kv_heads, got.budgets[layer])
+        assert (kept.diff(dim=1) > 0).all()
+        last = set(range(max(tokens - w, 0), tokens))
+        assert all(last <= set(row) for row in kept.tolist())
+        if preset in ("streamingllm", "d2o") and got.budgets[layer] >= 4:
+            assert all(row[:4] == [0, 1, 2, 3] for row in kept.tolist())
+        if preset != "d2o":
+            index = kept[..., None].expand(-1, -1, 4)
+            assert torch.equal(got.keys[layer], k[layer].gather(1, index))
+            assert torch.equal(got.values[layer], v[layer].gather(1, index))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_two_prompts_in_a_row_are_two_prompts(preset):
+    one, two = inputs(*SHAPES["gqa"], seed=1), inputs(*SHAPES["gqa"], seed=2)
+    first = compress(*one, policy=preset, budget=0.4)
+    compress(*two, policy=preset, budget=0.4)
+    again = compress(*one, policy=preset, budget=0.4)
+    assert first.budgets == again.budgets
+    for a, b in zip(first.keys, again.keys, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_half_precision_inputs_are_read_in_float32(preset, dtype):
+    given = inputs(*SHAPES["gqa"], seed=3, dtype=dtype)
+    half = compress(*given, policy=preset, budget=0.4)
+    full = compress(*(x.float() for x in given), policy=preset, budget=0.4)
+    assert half.budgets == full.budgets
+    for a, b in zip(half.positions, full.positions, strict=True):
+        assert torch.equal(a, b)
+    assert {x.dtype for x in [*half.keys, *half.values]} == {dtype}
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random", "streamingllm"}))
+def test_repeated_kv_heads_choose_as_one(preset):
+    """G query heads that are copies, over one KV head or over G copies of it."""
+    q, k, v = inputs(3, 1, 1, 80, 8, 0.0, seed=5)
+    grouped = compress(q.expand(-1, 4, -1, -1), k, v, policy=preset, budget=0.5)
+    apart = compress(*(x.expand(-1, 4, -1, -1) for x in (q, k, v)), policy=preset, budget=0.5)
+    assert grouped.budgets == apart.budgets
+    for one, four in zip(grouped.positions, apart.positions, strict=True):
+        assert torch.equal(one.expand(4, -1), four)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 34, 65])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_prompts_around_the_window(preset, tokens):
+    q, k, v = inputs(2, 2, 1, tokens, 4, 0.0, seed=tokens)
+    got = compress(q, k, v, policy=preset, budget=0.01)
+    assert all(1 <= n <= tokens for n in got.budgets)
+
+
+def test_equal_scores_everywhere_keep_the_first():
+    q, k, v = inputs(2, 2, 2, 60, 4, 0.0, seed=1)
+    got = compress(torch.zeros_like(q), k, v, policy="snapkv", budget=40)
+    assert got.positions[0][0].tolist() == [*range(8), *range(28, 60)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(policy="off"), "must be a method"),
+        (dict(policy="caek"), "did you mean 'cake'"),
+        (dict(budget=1.5), "ratio in"),
+        (dict(budget=20), "cannot hold the window of 32"),
+        (dict(page_size=0), "page_size must be at least 1"),
+        (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
+        (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
+        (dict(policy={"compress": "h2o", "base": "tova"}), "is for the scorers"),
+        (dict(policy={"compress": "caote", "base": "cake"}), "caote.base must be one of"),
+    ],
+)
+def test_bad_settings(change, message):
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    with pytest.raises((ConfigError, ValueError), match=message):
+        compress(q, k, v, **{"policy": "cake", "budget": 0.5, **change})
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"queries must be \[L, H, S, D\]"),
+        (lambda q, k, v: (q, k, v[:, :, :-1]), "values must be"),
+        (lambda q, k, v: (q[:, :3], k, v), "Hq must be a multiple of Hkv=2"),
+        (lambda q, k, v: (q[:, :, 1:], k, v), "queries must be"),
+        (lambda q, k, v: (q.long(), k, v), "floating point"),
+        (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), "must not be empty"),
+    ],
+)
+def test_bad_tensors(cut, message):
+    with pytest.raises(ValueError, match=message):
+        compress(*cut(*inputs(*SHAPES["gqa"], seed=1)), policy="cake", budget=0.5)

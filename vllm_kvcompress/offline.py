@@ -1,0 +1,169 @@
+"""The engine's pipeline on plain tensors, for researchers and for checks. No vLLM.
+
+from vllm_kvcompress.offline import compress
+
+kept = compress(queries, keys, values, policy="cake", budget=0.1)
+kept.budgets, kept.positions[0], kept.keys[0]
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompress_kernels import column_sums, merge_evicted
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of, with_tail
+from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.policies.base import Reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """What is left of a prompt, per layer l.
+
+    Args:
+        budgets: tokens kept, n_l.
+        positions: ``[Hkv, n_l]`` int64, ascending.
+        keys: ``[Hkv, n_l, D]`` in the dtype given; merged where the method merges.
+        values: as `keys`.
+        scores: ``[Hkv, S]`` float32, +inf where a token is kept whatever its score.
+    """
+
+    budgets: list[int]
+    positions: list[torch.Tensor]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    scores: list[torch.Tensor]
+
+
+def compress(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    policy: str | Mapping[str, Any],
+    budget: float | int,
+    page_size: int = 1,
+    scale: float | None = None,
+) -> Compressed:
+    """Compress one prompt's cache as the engine does at the end of its prefill.
+
+    A prompt that its budget holds comes back whole, all scores +inf.
+
+    Args:
+        queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
+        keys: ``[L, Hkv, S, D]``, rotated.
+        values: ``[L, Hkv, S, D]``.
+        policy: a preset, or settings as in ``--kv-compress-config``.
+        budget: a ratio in (0, 1] or whole tokens per layer, window included.
+        page_size: tokens that are kept or dropped together; 1 is the method's exact budget, the
+            engine's block size is what the engine keeps.
+        scale: factor on the attention logits; None takes ``D ** -0.5``.
+
+    Raises:
+        ConfigError: `policy` or `budget` is wrong.
+        ValueError: the tensors' shapes or dtypes do not fit each other.
+    """
+    _check(queries, keys, values, page_size)
+    given = {"compress": policy} if isinstance(policy, str) else dict(policy)
+    settings = CompressionConfig.parse({**given, "budget": budget})
+    if not settings.enabled:
+        raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
+    method = method_of(settings)
+    layers, _, tokens, dim = keys.shape
+    plan = page_plan(settings.prompt(layers, tokens), page_size)
+    if plan is None:
+        return _whole(keys, values)
+    rows = -(-tokens // page_size)
+    pages = torch.arange(rows, device=keys.device)
+    places = [
+        PagedLayer(
+            layer=layer,
+            key_pages=_paged(keys[layer], page_size).transpose(2, 3),
+            value_pages=_paged(values[layer], page_size),
+            pages=pages,
+            scale=dim**-0.5 if scale is None else scale,
+        )
+        for layer in range(layers)
+    ]
+    seen = [_observe(method, place, plan, queries[place.layer]) for place in places]
+    counts = method.layer_pages(plan, seen)
+    return _collect(method, plan, places, seen, counts, keys, values)
+
+
+def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
+    """``[Hkv, S, D]`` to ``[ceil(S / page_size), Hkv, page_size, D]``; the last page is filled."""
+    heads, tokens, dim = cache.shape
+    rows = -(-tokens // page_size)
+    padded = torch.nn.functional.pad(cache, (0, 0, 0, rows * page_size - tokens))
+    return padded.view(heads, rows, page_size, dim).transpose(0, 1)
+
+
+def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.Tensor) -> Observed:
+    rows = queries.transpose(0, 1)  # [S, Hq, D]
+    sums = None
+    if Reads.COLUMN_SUMS in method.reads:
+        sums = column_sums(rows, where.key_pages, where.pages, plan.tokens, where.scale)
+    window = rows[plan.tokens - plan.window :] if Reads.WINDOW in method.reads else None
+    return method.observe(where, plan, window, sums)
+
+
+def _collect(
+    method: Method,
+    plan: PagePlan,
+    places: list[PagedLayer],
+    seen: list[Observed],
+    counts: list[int],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> Compressed:
+    out = Compressed(budgets=[], positions=[], keys=[], values=[], scores=[])
+    for place, count in zip(places, counts, strict=True):
+        layer = place.layer
+        kept = with_tail(method.select(seen, layer, plan, count), plan)
+        if method.merge:
+            k, v = merge_evicted(place.key_pages, place.value_pages, place.pages, plan.tokens, kept)
+            k, v = k.to(keys.dtype), v.to(values.dtype)
+        else:
+            index = kept[..., None].expand(-1, -1, keys.shape[-1])
+            k, v = keys[layer].gather(1, index), values[layer].gather(1, index)
+        out.budgets.append(kept.shape[1])
+        out.positions.append(kept)
+        out.keys.append(k)
+        out.values.append(v)
+        out.scores.append(method.protected_scores(seen, layer, plan, count))
+    return out
+
+
+def _whole(keys: torch.Tensor, values: torch.Tensor) -> Compressed:
+    layers, heads, tokens, _ = keys.shape
+    every = torch.arange(tokens, device=keys.device).expand(heads, tokens)
+    kept = torch.full((heads, tokens), torch.inf, device=keys.device)
+    return Compressed(
+        budgets=[tokens] * layers,
+        positions=[every.clone() for _ in range(layers)],
+        keys=[k.clone() for k in keys],
+        values=[v.clone() for v in values],
+        scores=[kept.clone() for _ in range(layers)],
+    )
+
+
+def _check(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int) -> None:
+    def require(ok: bool, rule: str, got: object) -> None:
+        if not ok:
+            raise ValueError(f"compress: {rule}; got {got}")
+
+    for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+        require(tensor.dim() == 4, f"{name} must be [L, H, S, D]", tuple(tensor.shape))
+        require(tensor.is_floating_point(), f"{name} must be floating point", tensor.dtype)
+    require(keys.shape == values.shape, f"values must be {tuple(keys.shape)}", tuple(values.shape))
+    layers, kv_heads, tokens, dim = keys.shape
+    require(math.prod(keys.shape) > 0, "keys must not be empty", tuple(keys.shape))
+    heads = queries.shape[1]
+    require(heads % kv_heads == 0, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    want = (layers, heads, tokens, dim)
+    require(queries.shape == want, f"queries must be {want}", tuple(queries.shape))
+    require(page_size >= 1, "page_size must be at least 1", page_size)

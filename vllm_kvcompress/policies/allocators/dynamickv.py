@@ -1,0 +1,100 @@
+"""Budgets by how many of the highest scores lie in each layer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import LayerStats, Prompt
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.budgets import apportion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicKV:
+    """DynamicKV (Zhou et al. 2024, arXiv:2412.14838, algorithm 1), progressive.
+
+    Each layer first holds ``B_max = min(int(r_max * base), P)``. After every `every` layers, and
+    after the last, the ``base * Hkv * n`` highest scores of the n layers so far are counted by
+    layer, and layers are cut to shares of the whole budget in proportion. The paper's floors
+    fall short of the budget; the authors' code gives what rounding loses to the last layer,
+    leaves the layers after the last full group at B_max, and lets a layer grow back over what it
+    has dropped. Here the total is exact, the last layer always updates, and nothing grows.
+
+    Args:
+        r_max: most that a layer may hold, in mean budgets, > 0 (10 in the paper).
+        every: layers between two updates (4).
+    """
+
+    reads: ClassVar[Reads] = Reads.SCORES
+    exact_ratio: ClassVar[bool] = False
+
+    r_max: float = 10.0
+    every: int = 4
+
+    def __post_init__(self) -> None:
+        if not (self.r_max >= 1 and math.isfinite(self.r_max)):
+            raise ConfigError(
+                f"dynamickv.r_max must be a finite number >= 1, got {self.r_max}; 10 is usual"
+            )
+        if self.every < 1:
+            raise ConfigError(f"dynamickv.every must be >= 1, got {self.every}; 4 is usual")
+
+    def stages(self, num_layers: int) -> list[int]:
+        """Layers known at each update."""
+        return [*range(self.every, num_layers, self.every), num_layers]
+
+    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
+        """Past tokens to keep in each layer: N ints in [0, B_max], sum ``N * min(base, P)``."""
+        scores = [layer.scores for layer in stats or ()]
+        if len(scores) != prompt.num_layers or any(s is None for s in scores):
+            raise ValueError(f"dynamickv needs the scores of {prompt.num_layers} layers")
+        base, past = min(prompt.base, prompt.past), prompt.past
+        limit = min(int(self.r_max * base), past)
+        stages = self.stages(prompt.num_layers)
+        every = torch.stack([s for s in scores if s is not None])
+        found = torch.zeros(len(stages), prompt.num_layers, dtype=torch.int64, device=every.device)
+        for row, known in enumerate(stages):
+            found[row, :known] = count_highest(every[:known], base * every.shape[1] * known)
+        return self.settle(found.tolist(), prompt.past_total, limit)
+
+    def settle(self, counts: Sequence[Sequence[int]], total: int, limit: int) -> list[int]:
+        """Sizes after the last update.
+
+        Args:
+            counts: per update, N counts; those of layers not yet known are not read.
+            total: past tokens over all layers.
+            limit: B_max.
+        """
+        stages = self.stages(len(counts[-1]))
+        held: list[int] = []
+        for known, found in zip(stages, counts, strict=True):
+            held += [limit] * (known - len(held))
+            if known < stages[-1]:
+                share = apportion(found[:known], total, [limit] * known)
+                held = [min(*pair) for pair in zip(held, share, strict=True)]
+        return apportion(counts[-1], total, held)
+
+
+def count_highest(scores: torch.Tensor, keep: int) -> torch.Tensor:
+    """How many of the `keep` highest entries lie in each layer, ties to the lower layer.
+
+    Args:
+        scores: ``[n, Hkv, P]``; NaN ranks last.
+        keep: entries in all; at most all of them are counted.
+
+    Returns:
+        ``[n]`` int64.
+    """
+    flat = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
+    if keep >= flat.numel():
+        return torch.full((len(flat),), flat.shape[1], device=flat.device)
+    if keep <= 0:
+        return torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+    boundary = flat.flatten().kthvalue(flat.numel() - keep + 1).values
+    above, level = (flat > boundary).sum(1), (flat == boundary).sum(1)
+    room = (keep - above.sum() - level.cumsum(0) + level).clamp(min=0)
+    return above + torch.minimum(level, room)

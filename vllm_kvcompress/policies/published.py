@@ -1,0 +1,58 @@
+"""Parameters that papers publish per model, in one table; used by model name, overridable.
+
+CAKE's temperatures stand in ``model2tau.json`` of the authors' repository (antgroup/cakekv), for
+budgets of exactly 128 and 1024 tokens per layer; for any other model or budget it takes 1, 1, and
+so do we. DynamicKV states r_max = 10 for all models (its scripts leave Qwen2 at 5).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What papers give for one model.
+
+    Args:
+        names: parts that a model's name must have, lower case.
+        cake: budget in tokens per layer -> (tau1, tau2).
+        r_max: DynamicKV's.
+    """
+
+    names: tuple[str, ...]
+    cake: Mapping[int, tuple[float, float]]
+    r_max: float | None = None
+
+
+# the first entry whose parts are all in the name
+MODELS = (
+    Published(names=("llama-3.1-8b",), cake={128: (1.6, 0.6), 1024: (1.6, 0.4)}),
+    Published(names=("llama-3-8b",), cake={}, r_max=10.0),
+    Published(names=("llama-2-7b", "chat"), cake={128: (0.9, 2.3), 1024: (1.9, 1.8)}),
+    Published(names=("llama-2-13b", "chat"), cake={128: (1.8, 2.0), 1024: (0.5, 0.4)}),
+    Published(names=("mistral-7b", "v0.3"), cake={128: (1.0, 0.8), 1024: (0.8, 0.5)}),
+    Published(names=("mistral-7b", "v0.2"), cake={}, r_max=10.0),
+    Published(names=("qwen2.5-7b",), cake={128: (0.4, 0.6), 1024: (1.5, 0.6)}),
+    Published(names=("qwen2-7b",), cake={}, r_max=10.0),
+    Published(names=("internlm2_5-7b",), cake={}, r_max=10.0),
+)
+
+
+def published(allocator: str, model: str | None, budget: float | int) -> dict[str, Any]:
+    """Parameters of `allocator` for a model and a budget; empty where nothing is published.
+
+    Args:
+        model: name or path, such as ``meta-llama/Llama-3.1-8B-Instruct``.
+        budget: tokens per layer (int), or a ratio (float), for which nothing is published.
+    """
+    name = (model or "").lower().replace("meta-llama-", "llama-")
+    found = next((m for m in MODELS if all(part in name for part in m.names)), None)
+    if found is None:
+        return {}
+    if allocator == "cake" and isinstance(budget, int) and budget in found.cake:
+        tau1, tau2 = found.cake[budget]
+        return {"tau1": tau1, "tau2": tau2}
+    if allocator == "dynamickv" and found.r_max is not None:
+        return {"r_max": found.r_max}
+    return {}

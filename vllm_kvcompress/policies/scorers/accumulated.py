@@ -1,0 +1,28 @@
+"""Rank by the attention that the whole prompt paid to a token."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.scorers import pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class H2O:
+    """H2O (Zhang et al. 2023, arXiv:2306.14048): causal attention summed over all rows.
+
+    ``score[g, j] = mean_{h in g} sum_{i >= j} A[h, i, j]``. The window plays the part of the
+    paper's recent tokens; the authors keep half and half. A widely used copy attended to the
+    future in every row before the window; this is causal.
+    """
+
+    reads: ClassVar[Reads] = Reads.COLUMN_SUMS
+
+    def score(self, columns: Columns) -> torch.Tensor:
+        """``[Hkv, P]`` float32."""
+        if columns.sums is None:
+            raise ValueError("h2o needs the column sums of the whole attention; got none")
+        return pooling.group_mean(columns.sums[:, : columns.past], columns.num_kv_heads)

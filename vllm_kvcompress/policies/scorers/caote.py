@@ -1,0 +1,87 @@
+"""Rank by how much a token's removal would change the attention output."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvcompress_kernels import value_scores
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.scorers import pooling
+
+BASES = {"snapkv": Reads.WINDOW, "tova": Reads.WINDOW, "h2o": Reads.COLUMN_SUMS}
+WINDOWS = {"snapkv": 32, "tova": 1, "h2o": 32}
+REDUCTIONS = ("mean", "l2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caote:
+    """CAOTE (Goel et al. 2025, arXiv:2504.14051, eq. 9 to 15), a scorer over another's weights.
+
+    ``c_j = h_j / (1 - h_j) * || o - v_j ||`` per query head, with weights h >= 0 of sum 1 over ALL
+    tokens and ``o = sum_j h_j v_j``; with the true last row of attention it is exactly the change
+    of the head's output when token j goes. Weights by `base`: TOVA's last row; H2O's column sums
+    over their sum; SnapKV's window mean over every column, the past pooled, over its sum (the
+    paper does not say how).
+
+    Args:
+        base: "snapkv", "tova" or "h2o".
+        reduce: over the query heads of a KV head: "mean", or "l2", the exact joint error.
+        pooling: of SnapKV's past, "max" or "avg".
+        kernel: pooling width in tokens, odd.
+    """
+
+    fast: ClassVar[bool] = False
+
+    base: str = "snapkv"
+    reduce: str = "mean"
+    pooling: str = "max"
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        if self.base not in BASES:
+            raise ConfigError(f"caote.base must be one of {sorted(BASES)}, got {self.base!r}")
+        if self.reduce not in REDUCTIONS:
+            raise ConfigError(
+                f"caote.reduce must be one of {list(REDUCTIONS)}, got {self.reduce!r}"
+            )
+        pooling.check("caote", self.pooling, self.kernel)
+
+    @property
+    def reads(self) -> Reads:
+        return BASES[self.base] | Reads.VALUES
+
+    def weights(self, columns: Columns) -> torch.Tensor:
+        """``[Hq, S]`` float32 weights of the base scorer, each row of sum 1."""
+        if self.base == "tova" and columns.last is not None:
+            return columns.last
+        if self.base == "h2o" and columns.sums is not None:
+            return columns.sums / columns.sums.sum(-1, keepdim=True)
+        if self.base == "snapkv" and columns.total is not None and columns.recent is not None:
+            past = pooling.pool(columns.total, self.pooling, self.kernel)
+            every = torch.cat([past, columns.recent], dim=-1)
+            return every / every.sum(-1, keepdim=True)
+        raise ValueError(f"caote over {self.base} needs the attention that {self.base} reads")
+
+    def score(self, columns: Columns) -> torch.Tensor:
+        """``[Hkv, P]`` float32."""
+        if columns.values is None:
+            raise ValueError("caote needs the cached values; got none")
+        found = value_scores(
+            self.weights(columns),
+            columns.values.value_pages,
+            columns.values.pages,
+            columns.values.tokens,
+            fast=self.fast,
+            reduce=self.reduce,
+        )
+        return found[:, : columns.past]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastCaote(Caote):
+    """FastCAOTE: `Caote` with ``o = mean_j v_j`` over all tokens in place of the output."""
+
+    fast: ClassVar[bool] = True
