@@ -188,7 +188,9 @@ def best(row, keep):
 def chunks(t, keep, size):
     """`t`: one row of token scores."""
     parts = [list(range(a, min(a + size, len(t)))) for a in range(0, len(t), size)]
-    order = sorted(range(len(parts)), key=lambda i: (-np.mean([t[j] for j in parts[i]]), i))
+    order = sorted(
+        range(len(parts)), key=lambda i: (-math.fsum(t[j] for j in parts[i]) / len(parts[i]), i)
+    )
     return sorted([j for i in order for j in parts[i]][:keep])
 
 

@@ -103,13 +103,17 @@ def test_a_method_of_ones_own():
 def test_caotes_window_is_its_bases(base, window):
     assert parse("caote", base=base).resolved_window == window
     assert parse("caote", base=base, window=16).resolved_window == 16
+    assert parse("caote", scorer_params={"base": base}).resolved_window == window
+    assert parse("snapkv", scorer="caote", base=base).resolved_window == window
+    assert CompressionConfig.parse({"scorer": "fastcaote", "base": base}).resolved_window == window
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
         ({"compress": "h2o", "base": "tova"}, ("base='tova' is for", "'h2o'", "remove base")),
-        ({"compress": "caote", "base": "tova", "allocator": "cake"}, ("window to at least 2",)),
+        ({"compress": "caote", "window": 1, "allocator": "cake"}, ("window to at least 2",)),
+        ({"compress": "caote", "base": "tova", "scorer_params": {"base": "h2o"}}, ("twice",)),
         ({"compress": "dynamickv", "scorer": "streamingllm"}, ("ranks by position", "'uniform'")),
         ({"compress": "dynamickv", "scorer": "random"}, ("ranks at random", "'uniform'")),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
@@ -315,7 +319,7 @@ def test_window_of_snapkv():
     for name in ("snapkv", "pyramidkv"):
         refused("at least 1, got 0", raw={"compress": name, "window": 0})
         assert parse(name, window=1).resolved_window == 1
-    refused("at least 1", raw={"compress": "streamingllm", "scorer": "snapkv"})
+    assert parse("streamingllm", scorer="snapkv").resolved_window == 32  # the scorer's own
     assert parse("streamingllm", window=0).resolved_window == 0
 
 

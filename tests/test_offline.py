@@ -12,6 +12,7 @@ import methods_reference as ref
 from vllm_kvcompress.config import PRESETS, CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.offline import compress
+from vllm_kvcompress.plan import page_plan
 
 prop = settings(derandomize=True, deadline=None, max_examples=40)
 
@@ -207,6 +208,11 @@ def test_what_is_kept_is_exact_and_in_place(case):
         assert all(torch.isinf(s).all() for s in got.scores)
     elif page == 1:
         assert sum(got.budgets) == min(total, layers * tokens)
+    else:
+        plan = page_plan(made.prompt(layers, tokens), page)
+        whole = layers * tokens
+        kept = whole if plan is None else plan.pages * page + layers * plan.tail
+        assert sum(got.budgets) == kept
     w = made.resolved_window
     for layer in range(layers):
         kept = got.positions[layer]
@@ -264,10 +270,45 @@ def test_prompts_around_the_window(preset, tokens):
     assert all(1 <= n <= tokens for n in got.budgets)
 
 
-def test_equal_scores_everywhere_keep_the_first():
-    q, k, v = inputs(2, 2, 2, 60, 4, 0.0, seed=1)
-    got = compress(torch.zeros_like(q), k, v, policy="snapkv", budget=40)
-    assert got.positions[0][0].tolist() == [*range(8), *range(28, 60)]
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (9, 3)])
+@pytest.mark.parametrize("preset", ["snapkv", "pyramidkv", "dynamickv", "tova", "chunkkv", "cake"])
+def test_equal_columns_keep_the_first(preset, heads):
+    """Ties at every length: vector code sums the last columns in another order."""
+    w = WINDOWS.get(preset, 32)
+    for tokens in range(43, 140, 7):
+        shape = (2, heads[0], heads[1], tokens, 4, 0.0)
+        q, k, v = inputs(*shape, seed=tokens)
+        got = compress(torch.zeros_like(q), torch.ones_like(k), v, policy=preset, budget=w + 6)
+        if preset == "cake":  # average pooling pads with zeros: the edges rank last
+            assert got.scores[0][0, 2 : tokens - w - 2].unique().numel() <= 1
+            continue
+        for layer, n in enumerate(got.budgets):
+            want = [*range(n - w), *range(tokens - w, tokens)]
+            assert got.positions[layer].tolist() == [want] * heads[1], (tokens, layer)
+
+
+@pytest.mark.parametrize("preset", ["h2o", "d2o", "cake", "caote"])
+def test_no_graph_is_kept(preset):
+    q, k, v = (x.requires_grad_() for x in inputs(*SHAPES["gqa"], seed=1))
+    got = compress(q, k, v, policy=preset, budget=0.5)
+    assert not got.keys[0].requires_grad
+
+
+@pytest.mark.parametrize("budget", [np.int64(50), np.int32(50), np.float32(0.5), "0.5", "50"])
+def test_budgets_of_other_libraries(budget):
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    got = compress(q, k, v, policy="snapkv", budget=budget)
+    assert got.budgets == [50] * 6
+
+
+def test_layers_that_reuse_a_ranking_are_not_read():
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    policy = {"compress": "chunkkv", "selector_params": {"reuse": 3}}
+    want = compress(q, k, v, policy=policy, budget=0.5)
+    q[1:3] = k[4:6] = torch.nan
+    got = compress(q, k, v, policy=policy, budget=0.5)
+    for a, b in zip(got.positions, want.positions, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +318,9 @@ def test_equal_scores_everywhere_keep_the_first():
         (dict(policy="caek"), "did you mean 'cake'"),
         (dict(budget=1.5), "ratio in"),
         (dict(budget=20), "cannot hold the window of 32"),
-        (dict(page_size=0), "page_size must be at least 1"),
+        (dict(page_size=0), "page_size must be a whole number, at least 1"),
+        (dict(page_size=2.0), "page_size must be a whole number"),
+        (dict(policy=None), "must be an object"),
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
         (dict(policy={"compress": "h2o", "base": "tova"}), "is for the scorers"),
@@ -297,7 +340,8 @@ def test_bad_settings(change, message):
         (lambda q, k, v: (q, k, v[:, :, :-1]), "values must be"),
         (lambda q, k, v: (q[:, :3], k, v), "Hq must be a multiple of Hkv=2"),
         (lambda q, k, v: (q[:, :, 1:], k, v), "queries must be"),
-        (lambda q, k, v: (q.long(), k, v), "floating point"),
+        (lambda q, k, v: (q.long(), k, v), "queries must be one of"),
+        (lambda q, k, v: (q[:, :0], k, v), "Hq must be a multiple"),
         (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), "must not be empty"),
     ],
 )

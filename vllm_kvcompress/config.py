@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +16,6 @@ from vllm_kvcompress.policies.allocators import ALLOCATORS
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector, choose, closest
 from vllm_kvcompress.policies.published import published
 from vllm_kvcompress.policies.scorers import SCORERS
-from vllm_kvcompress.policies.scorers.caote import WINDOWS
 from vllm_kvcompress.policies.selectors import SELECTORS
 
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
@@ -134,7 +134,7 @@ class CompressionConfig(BaseModel):
     @classmethod
     def _sorted_items(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            items = ((str(k), tuple(v) if isinstance(v, list) else v) for k, v in value.items())
+            items = ((str(key), _plain(item)) for key, item in value.items())
             return tuple(sorted(items, key=lambda item: item[0]))
         return value
 
@@ -147,6 +147,11 @@ class CompressionConfig(BaseModel):
             raise ConfigError(
                 f"base={self.base!r} is for the scorers {sorted(CAOTES)}, and the scorer is"
                 f" {names.scorer!r}; remove base, or set scorer to caote"
+            )
+        if self.base is not None and dict(self.scorer_params).get("base", self.base) != self.base:
+            raise ConfigError(
+                f"base is given twice, {self.base!r} and in scorer_params"
+                f" {dict(self.scorer_params)['base']!r}; remove one"
             )
         allocator, scorer = self.build_allocator(), self.build_scorer()
         self.build_selector()
@@ -214,18 +219,25 @@ class CompressionConfig(BaseModel):
         return self.compress != "off"
 
     @property
+    def _base(self) -> str:
+        """What a caote scorer takes its weights from."""
+        return self.base or str(dict(self.scorer_params).get("base", "snapkv"))
+
+    @property
     def names(self) -> Preset:
         """The preset with this configuration's replacements."""
         if self.compress == CUSTOM:
-            preset = _custom(self.allocator or "uniform", self.scorer or "snapkv")
+            own = self.allocator or "uniform", self.scorer or "snapkv"
+            usual = _usual_window(*own, self._base)
+            preset = Preset(allocator=own[0], scorer=own[1], window=usual)
         else:
             preset = PRESETS[self.compress]
+        scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
         window = preset.window if self.window is None else self.window
-        if self.window is None and self.base is not None and self.compress in CAOTES:
-            window = WINDOWS.get(self.base, window)
-        scorer = self.scorer or preset.scorer
+        if self.window is None and (scorer != preset.scorer or scorer in CAOTES):
+            window = _usual_window(allocator, scorer, self._base)
         return Preset(
-            allocator=self.allocator or preset.allocator,
+            allocator=allocator,
             scorer=scorer,
             selector=self.selector or preset.selector,
             window=window,
@@ -286,6 +298,15 @@ class CompressionConfig(BaseModel):
         )
 
 
+def _plain(value: Any) -> Any:
+    """Numbers of other libraries as Python's, lists as tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
 def parse_budget(value: Any) -> float | int:
     """A ratio in (0, 1] or a whole number of tokens >= 1, from a number or its text.
 
@@ -296,7 +317,7 @@ def parse_budget(value: Any) -> float | int:
         "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
         f" as 1024; got {value!r}"
     )
-    number: Any = value
+    number: Any = _plain(value)
     if isinstance(value, str):
         try:
             number = int(value)
@@ -316,11 +337,14 @@ def parse_budget(value: Any) -> float | int:
     return number
 
 
-def _custom(allocator: str, scorer: str) -> Preset:
-    """An allocator and a scorer of the user's own: the window is the scorer's usual one."""
-    windows = {"streamingllm": 0, "tova": 1}
-    window = 32 if allocator == "cake" else windows.get(scorer, 32)
-    return Preset(allocator=allocator, scorer=scorer, window=window)
+def _usual_window(allocator: str, scorer: str, base: str) -> int:
+    """The window of a scorer outside its preset; CAOTE has its base's, CAKE needs one of rows."""
+    if allocator == "cake":
+        return PRESETS["cake"].window
+    if (allocator, scorer) == ("dynamickv", "snapkv"):
+        return PRESETS["dynamickv"].window
+    name = base if scorer in CAOTES else scorer
+    return PRESETS[name].window if name in PRESETS else 32
 
 
 def _refuse_nonsense(names: Preset) -> None:

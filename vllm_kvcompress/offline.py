@@ -19,6 +19,8 @@ from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of, wi
 from vllm_kvcompress.plan import PagePlan, page_plan
 from vllm_kvcompress.policies.base import Reads
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
@@ -29,7 +31,8 @@ class Compressed:
         positions: ``[Hkv, n_l]`` int64, ascending.
         keys: ``[Hkv, n_l, D]`` in the dtype given; merged where the method merges.
         values: as `keys`.
-        scores: ``[Hkv, S]`` float32, +inf where a token is kept whatever its score.
+        scores: ``[Hkv, S]`` float32 of the scorer, +inf where a token is kept whatever its score.
+            Chunks are ranked by their mean over all heads, from the layer whose ranking is used.
     """
 
     budgets: list[int]
@@ -39,6 +42,7 @@ class Compressed:
     scores: list[torch.Tensor]
 
 
+@torch.no_grad()
 def compress(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -57,8 +61,10 @@ def compress(
         queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
         keys: ``[L, Hkv, S, D]``, rotated.
         values: ``[L, Hkv, S, D]``.
-        policy: a preset, or settings as in ``--kv-compress-config``.
-        budget: a ratio in (0, 1] or whole tokens per layer, window included.
+        policy: a preset, or settings as in ``--kv-compress-config``; those that only an engine
+            needs (`min_prompt`, `log_requests`) have no effect.
+        budget: a ratio in (0, 1] or whole tokens per layer, window included. A ratio is exact as
+            written: 0.7 of 90 tokens is 63, where floating point says 62.
         page_size: tokens that are kept or dropped together; 1 is the method's exact budget, the
             engine's block size is what the engine keeps.
         scale: factor on the attention logits; None takes ``D ** -0.5``.
@@ -68,8 +74,10 @@ def compress(
         ValueError: the tensors' shapes or dtypes do not fit each other.
     """
     _check(queries, keys, values, page_size)
-    given = {"compress": policy} if isinstance(policy, str) else dict(policy)
-    settings = CompressionConfig.parse({**given, "budget": budget})
+    given: Any = {"compress": policy} if isinstance(policy, str) else policy
+    if isinstance(given, Mapping):
+        given = {**given, "budget": budget}
+    settings = CompressionConfig.parse(given)
     if not settings.enabled:
         raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
     method = method_of(settings)
@@ -105,9 +113,10 @@ def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.Tensor) -> Observed:
     rows = queries.transpose(0, 1)  # [S, Hq, D]
     sums = None
-    if Reads.COLUMN_SUMS in method.reads:
+    reads = method.reads_of(where.layer)
+    if Reads.COLUMN_SUMS in reads:
         sums = column_sums(rows, where.key_pages, where.pages, plan.tokens, where.scale)
-    window = rows[plan.tokens - plan.window :] if Reads.WINDOW in method.reads else None
+    window = rows[plan.tokens - plan.window :] if Reads.WINDOW in reads else None
     return method.observe(where, plan, window, sums)
 
 
@@ -158,12 +167,14 @@ def _check(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page
 
     for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
         require(tensor.dim() == 4, f"{name} must be [L, H, S, D]", tuple(tensor.shape))
-        require(tensor.is_floating_point(), f"{name} must be floating point", tensor.dtype)
+        require(tensor.dtype in DTYPES, f"{name} must be one of {DTYPES}", tensor.dtype)
     require(keys.shape == values.shape, f"values must be {tuple(keys.shape)}", tuple(values.shape))
     layers, kv_heads, tokens, dim = keys.shape
     require(math.prod(keys.shape) > 0, "keys must not be empty", tuple(keys.shape))
     heads = queries.shape[1]
-    require(heads % kv_heads == 0, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    multiple = heads > 0 and heads % kv_heads == 0
+    require(multiple, f"Hq must be a multiple of Hkv={kv_heads}", heads)
     want = (layers, heads, tokens, dim)
     require(queries.shape == want, f"queries must be {want}", tuple(queries.shape))
-    require(page_size >= 1, "page_size must be at least 1", page_size)
+    whole = isinstance(page_size, int) and page_size >= 1
+    require(whole, "page_size must be a whole number, at least 1", page_size)

@@ -66,6 +66,12 @@ class Method:
     def reads(self) -> Reads:
         return self.allocator.reads | self.scorer.reads
 
+    def reads_of(self, layer: int) -> Reads:
+        """What must be shown of one layer: less where it uses another layer's scores."""
+        if self.selector.source(layer) == layer or Reads.SCORES in self.allocator.reads:
+            return self.reads
+        return self.allocator.reads
+
     def observe(
         self,
         where: PagedLayer,
@@ -76,8 +82,9 @@ class Method:
         """Score one layer of a prompt whose keys and values are all in their pages.
 
         Args:
-            query: ``[w, Hq, D]``, the window's queries, rotated; None unless WINDOW is read.
-            sums: ``[Hq, S]`` float32 column sums; None unless COLUMN_SUMS is read.
+            query: ``[w, Hq, D]``, the window's queries, rotated; None unless `reads_of` the layer
+                has WINDOW.
+            sums: ``[Hq, S]`` float32 column sums; None unless it has COLUMN_SUMS.
         """
         past = plan.prompt.past
         columns = Columns(

@@ -175,14 +175,15 @@ def _floor_pages(window: int, tail: int, block_size: int) -> int:
 def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
-    ``P = floor((n - L * t) / block_size)`` for n tokens over all layers, ``L * B`` as a rule; at
-    least the window's pages, or one where nothing else would be left, and at most all pages.
+    ``P = floor(L * (B - t) / block_size)``; at least the window's pages, or one where nothing
+    else would be left, and at most all pages. Pages of one token hold `prompt.kept` exactly.
     """
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
         return None
     floor = _floor_pages(prompt.window, tail, block_size)
-    pages = (prompt.kept - layers * tail) // block_size
+    kept = prompt.kept if block_size == 1 else layers * prompt.budget
+    pages = (kept - layers * tail) // block_size
     pages = min(max(pages, layers * floor), layers * full)
     if pages == layers * full:
         return None

@@ -16,7 +16,7 @@ import torch
 
 ROWS = 32  # query positions in a block, at most
 LOGITS = 8 << 20  # bytes of one block's logits, unless 8 rows take more
-KEYS = 32 << 20  # bytes of float32 keys
+KEYS = 24 << 20  # bytes of float32 keys
 SAFE = 1e-20, 1e30  # row sums that lost no term that matters and are far from overflow
 
 
@@ -25,8 +25,8 @@ class _Tile(NamedTuple):
 
     rows: slice  # of the query
     columns: slice  # of the sums
-    q: torch.Tensor  # [2 * Hkv, G * R, D], scaled
-    k: torch.Tensor  # [2 * Hkv, D, n]
+    q: torch.Tensor  # [2 * Hkv, G * R, D]
+    k: torch.Tensor  # [2 * Hkv, D, n], scaled
     future: torch.Tensor  # [2, 1, R, m]: key after the row, for the last m columns
     buffer: torch.Tensor  # [2 * Hkv, G * R, n]
 
@@ -78,17 +78,17 @@ def _tiles(
     past, group = tokens - count, heads // kv_heads
     half = min(span, tokens + tokens % 2) // 2
     rows = min(max(LOGITS // (8 * heads * half), 8), ROWS, count)
-    buffer = query.new_empty(2 * heads * rows * half, dtype=torch.float32)
     for start in range(0, tokens, span):
         at = start + torch.arange(2 * half, device=query.device).view(half, 2).T  # [2, half]
         token = at.clamp_max(tokens - 1)  # columns past the prompt are in every row's future
         k = key_pages[pages[token // block], :, :, token % block].permute(0, 2, 3, 1)
-        k = k.float().reshape(2 * kv_heads, dim, half)
+        k = k.float().contiguous().mul_(scale).view(2 * kv_heads, dim, half)
+        buffer = query.new_empty(2 * heads * rows * half, dtype=torch.float32)
         for row in range(max(past, start), tokens, rows):
             stop = min(row + rows, tokens)
             n = min((stop - start + 1) // 2, half)
             first = min((row - start) // 2, n)
-            q = (query[row - past : stop - past].float() * scale).view(-1, kv_heads, group, dim)
+            q = query[row - past : stop - past].float().view(-1, kv_heads, group, dim)
             q = q.permute(1, 2, 0, 3).expand(2, -1, -1, -1, -1).reshape(2 * kv_heads, -1, dim)
             future = at[:, None, first:n] > torch.arange(row, stop, device=at.device)[:, None]
             yield _Tile(
@@ -106,7 +106,8 @@ def _exponentials(tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
     x = tile.logits().exp_()
     tile.fill_future(x, 0.0)
     total = x.sum(-1).sum(0)
-    if not (total.min() >= SAFE[0] and total.max() <= SAFE[1]):
+    low, high = total.aminmax()
+    if not (low >= SAFE[0] and high <= SAFE[1]):
         x = tile.logits()
         tile.fill_future(x, -torch.inf)
         x.sub_(x.amax(-1, keepdim=True).amax(0)).exp_()

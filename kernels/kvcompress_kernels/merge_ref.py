@@ -55,7 +55,7 @@ def run(
     total = total.view(heads, count, 1)
     touched = total > 0
     for x in (keys, values):
-        x *= torch.where(touched, math.e, 1.0)
+        x *= torch.full_like(total, math.e).where(touched, 1.0)
     for row in range(0, evicted.shape[1], KEPT):
         tile = slice(row, row + KEPT)
         of, column = merged[:, tile].nonzero(as_tuple=True)
@@ -64,7 +64,7 @@ def run(
         keys.view(-1, keys.shape[-1]).index_add_(0, into, key(of, token).mul_(w))
         values.view(-1, values.shape[-1]).index_add_(0, into, value(of, token).mul_(w))
     for x in (keys, values):
-        x /= torch.where(touched, math.e + total, 1.0)
+        x /= (math.e + total).where(touched, 1.0)
     return keys, values
 
 

@@ -49,7 +49,7 @@ def run(
         last[:, start:end] = (every[:, -1] - log_sum[:, -1]).exp_()
         if end > past:
             inside = every[..., max(past - start, 0) :] - log_sum
-            recent[:, max(start - past, 0) : end - past] = inside.exp_().sum(1)
+            recent[:, max(start - past, 0) : end - past] = _over_rows(inside.exp_())
         stop = min(end, past)
         if stop <= start:
             start = end
@@ -57,16 +57,22 @@ def run(
         log_a = every[..., : stop - start] - log_sum
         a = log_a.exp()
         entropy -= torch.dot(a.reshape(-1), log_a.reshape(-1))
-        column = a.sum(1)
+        column = _over_rows(a)
         total[:, start:stop] = column
         if spread is not None:
             a -= (column / w).unsqueeze(1)
-            spread[:, start:stop] = a.square_().sum(1)
+            spread[:, start:stop] = _over_rows(a.square_())
         start = end
     if spread is None:
         return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last)
     spread /= w - 1
     return WindowScores(total, spread, entropy, spread.sum(), recent, last)
+
+
+def _over_rows(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the rows, float64 inside: in float32 its order differs between columns, and equal
+    columns must stay equal for their tie to go to the lower position."""
+    return x.sum(1, dtype=torch.float64).float()
 
 
 def _logits(

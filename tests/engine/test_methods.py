@@ -77,6 +77,18 @@ def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return held
 
 
+def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, keys and values ``[Hkv, BLOCK, D]`` of the block that holds the prompt's tail."""
+    pool, compressor = llm.compressor.pool, llm.compressor
+    (request,) = llm.running()
+    last = llm.manager.req_to_blocks[request.request_id][request.num_prompt_tokens // BLOCK]
+    held = []
+    for layer in range(len(pool.layer_offset)):
+        page = int(pool.flat_ids(layer, torch.tensor([last.block_id])))
+        held.append((compressor._keys[page].mT.clone(), compressor._values[page].clone()))
+    return held
+
+
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 def test_engine_and_offline_keep_the_same(preset, model, plain):
     """The prompt comes in three chunks; offline sees it whole."""
@@ -90,7 +102,7 @@ def test_engine_and_offline_keep_the_same(preset, model, plain):
         llm.submit("r", prompt, NEW)
         while not llm.compressor.compressed:
             llm.step()
-        held = pages_of(llm)
+        held, tails = pages_of(llm), tail_of(llm)
         got = next(iter(llm.drain().values()))
     assert got[0] == plain[0][0]
     q, k, v = (
@@ -113,6 +125,10 @@ def test_engine_and_offline_keep_the_same(preset, model, plain):
         count = keys.shape[1]
         torch.testing.assert_close(keys, want.keys[layer][:, :count], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(values, want.values[layer][:, :count], rtol=1e-5, atol=1e-6)
+        tail = len(prompt) % BLOCK  # D2O folds tokens into it too
+        for mine, theirs in zip(tails[layer], (want.keys, want.values), strict=True):
+            theirs = theirs[layer][:, count:]
+            torch.testing.assert_close(mine[:, :tail], theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(V2, reason="test_invariance shows it on this runner")
@@ -137,6 +153,7 @@ def test_alone_in_company_in_any_order_and_chunked(preset, model, plain):
         assert llm.generate(PROMPTS, NEW) == alone
 
 
+@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
 def test_mixed_presets_in_one_batch_behave_as_alone(model):
     """Each request has its own settings, as the plan carries them."""
     prompt = PROMPTS[0]
@@ -158,6 +175,7 @@ def test_mixed_presets_in_one_batch_behave_as_alone(model):
         assert len({tuple(answer) for answer in alone.values()}) > 1
 
 
+@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
 def test_preempted_whole_prompt_statistics_start_again(model):
     """Column sums of a prefill that was cut short must not be counted twice."""
     prompt = PROMPTS[0]
@@ -177,6 +195,7 @@ def test_preempted_whole_prompt_statistics_start_again(model):
         assert not llm.compressor._prefills
 
 
+@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
 def test_d2o_merges_into_the_tail_of_its_own_request_only(model):
     """The tail stays in place: merging rewrites it, and no cached block may change."""
     first, second = PROMPTS[0], PROMPTS[0][:300]

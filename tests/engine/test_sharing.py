@@ -61,9 +61,11 @@ def test_overlapping(chunk, model, alone):
         max_num_seqs=4,
         max_model_len=2048,
     ) as llm:
-        for pair in (_pairs()[1], _pairs()[1][::-1], _pairs()[2], _pairs()[3]):
+        pairs = [_pairs()[1], _pairs()[1][::-1], _pairs()[2], _pairs()[3]]
+        for pair in pairs[:2] if V2 else pairs:
             prefill = -(-len(pair[0]) // chunk)
-            for delay in {0, 1, prefill - 1, prefill, prefill + 2}:
+            delays = {0, 1, prefill - 1, prefill, prefill + 2}
+            for delay in {1, prefill} if V2 else delays:
                 assert llm.llm.reset_prefix_cache()
                 llm.submit("0", pair[0], NEW)
                 for _ in range(delay):

@@ -175,7 +175,7 @@ class PromptCompressor:
                 pages=self.pool.flat_ids(layer, span.blocks),
                 scale=self._scale,
             )
-            reads, window, sums = span.prefill.method.reads, None, None
+            reads, window, sums = span.prefill.method.reads_of(layer), None, None
             if Reads.WINDOW in reads:
                 window = self._latest(layer, span, query)
             if Reads.COLUMN_SUMS in reads:
@@ -188,6 +188,7 @@ class PromptCompressor:
                         f" were kept at the end of prefill, {plan.window} are needed"
                     )
                 seen = span.finishing.method.observe(where, plan, window, sums)
+                assert len(span.finishing.layers) == layer, "layers run in their order"
                 span.finishing.layers.append(seen)
                 continue
             if window is not None:

@@ -116,12 +116,12 @@ class Chunks:
         if keep in (0, n):
             return top_k(scores, keep)
         if self.shared:
-            scores = scores.sum(0, keepdim=True)
+            scores = scores.sum(0, keepdim=True, dtype=torch.float64)
         count = -(-n // self.size)
         start = torch.arange(count, device=scores.device) * self.size
         length = (n - start).clamp(max=self.size)
         rows = pad(_without_nan(scores), (0, count * self.size - n)).view(-1, count, self.size)
-        mean = _without_nan(rows.sum(-1) / length)
+        mean = _without_nan(rows.sum(-1, dtype=torch.float64) / length)  # equal chunks must tie
         order = mean.sort(stable=True, dim=-1, descending=True).indices
         ranked = length.expand_as(order).gather(-1, order)
         taken = torch.minimum(ranked, (keep - ranked.cumsum(-1) + ranked).clamp(min=0))

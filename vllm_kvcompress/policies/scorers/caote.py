@@ -12,7 +12,6 @@ from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import pooling
 
 BASES = {"snapkv": Reads.WINDOW, "tova": Reads.WINDOW, "h2o": Reads.COLUMN_SUMS}
-WINDOWS = {"snapkv": 32, "tova": 1, "h2o": 32}
 REDUCTIONS = ("mean", "l2")
 
 

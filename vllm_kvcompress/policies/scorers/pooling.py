@@ -31,6 +31,10 @@ def pool(scores: torch.Tensor, kind: str, kernel: int) -> torch.Tensor:
 
 
 def group_mean(values: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[Hq, P]`` to ``[Hkv, P]``: mean over the query heads that share a KV head."""
+    """``[Hq, P]`` to ``[Hkv, P]``: mean over the query heads that share a KV head.
+
+    Float64 inside, so that equal columns stay equal whatever order they are summed in.
+    """
     heads, length = values.shape
-    return values.reshape(num_kv_heads, heads // num_kv_heads, length).mean(1)
+    grouped = values.reshape(num_kv_heads, heads // num_kv_heads, length)
+    return grouped.mean(1, dtype=torch.float64).float()

@@ -23,5 +23,5 @@ class Tova:
         """``[Hkv, P]`` float32, equal rows."""
         if columns.last is None:
             raise ValueError("tova needs the attention of the last query; got none")
-        row = columns.last[:, : columns.past].mean(0)
+        row = columns.last[:, : columns.past].mean(0, dtype=torch.float64).float()
         return row.expand(columns.num_kv_heads, -1)
