@@ -37,7 +37,7 @@ def run(
 
     u = keys.new_full(evicted.shape, -torch.inf)
     near = torch.zeros_like(evicted)
-    rows = max(COSINES // (4 * heads * min(count, KEPT)), 1)
+    rows = max(COSINES // (4 * heads * max(min(count, KEPT), key_pages.shape[2])), 1)
     for first in range(0, count, KEPT):
         near_keys = _unit(keys[:, first : first + KEPT]).mT
         for row in range(0, evicted.shape[1], rows):
