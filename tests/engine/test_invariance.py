@@ -45,6 +45,7 @@ def test_batch_size_does_not_matter(size, model, alone):
         assert backwards[::-1] == alone[:size]
 
 
+@pytest.mark.skipif(not V2, reason="test_methods shows it for every preset")
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "streamingllm"])
 def test_every_method_is_independent_of_its_batch(method, model):
     with engine(model, additional_config=settings(method), enable_prefix_caching=False) as llm:
