@@ -277,7 +277,7 @@ def measure_all(
         return
     # Every prompt under the threshold: vLLM's own output (tests/engine/test_identity.py).
     idle = {"compress": args.presets[0], "budget": 1.0, "min_prompt": 1_000_000}
-    start = time.perf_counter()
+    start, code = time.perf_counter(), commit()  # others may commit while this runs
     engine = Engine(args.model, None if args.fresh else idle, cache=not args.fresh)
     try:
         full, results["needles"] = reference(
@@ -304,7 +304,7 @@ def measure_all(
             )
             assert title != FULL or made["kl"] < 1e-4, "the full cache differs from itself"
             assert title != FULL or made["needles_answered"] == made["needles"]
-            made |= {"fresh_engine": args.fresh, "commit": commit()}
+            made |= {"fresh_engine": args.fresh, "commit": code}
             results["pairs"].append({"method": title, "budget": budget, **made})
             save()
     finally:
@@ -312,14 +312,17 @@ def measure_all(
 
 
 def commit() -> str:
-    """The commit that is checked out, marked when files that matter differ from it."""
+    """The commit of the plugin that is imported, marked when files that matter differ from it."""
+    import vllm_kvcompress
+
+    root = Path(vllm_kvcompress.__file__).parents[1]
 
     def git(*words: str) -> str:
-        here = ["git", "-C", str(Path(__file__).parent.parent), *words]
+        here = ["git", "-C", str(root), *words]
         return subprocess.run(here, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "vllm_kvcompress", "kernels", "benchmarks/*.py")
-    return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 
 def grid(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
