@@ -94,8 +94,9 @@ def main() -> None:
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
     )
-    from vllm_kvcompress.config import PRESETS, CompressionConfig
+    from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.demo.text import english
+    from vllm_kvcompress.policies.presets import PRESETS
 
     engine = Timed(args)
     ids = engine.llm.get_tokenizer().encode(english()[: args.prompt * 8])[: args.prompt]

@@ -369,7 +369,7 @@ def spread(lengths: Sequence[int]) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    from vllm_kvcompress.config import PRESETS
+    from vllm_kvcompress.policies.presets import PRESETS
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")

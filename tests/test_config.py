@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.config import MAX_WINDOW, METHODS, PRESETS, CompressionConfig, parse_budget
+from vllm_kvcompress.config import MAX_WINDOW, CompressionConfig, parse_budget
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.plan import Prompt
 from vllm_kvcompress.policies.allocators.cake import Cake
@@ -16,6 +16,7 @@ from vllm_kvcompress.policies.allocators.d2o import D2O
 from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.presets import METHODS, PRESETS
 from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
 from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote

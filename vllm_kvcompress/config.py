@@ -1,10 +1,9 @@
-"""Every setting, with its unit, default and check; and the presets users type."""
+"""Every setting, with its unit, default and check."""
 
 import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -14,60 +13,21 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Prompt
 from vllm_kvcompress.policies.allocators import ALLOCATORS
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector, choose, closest
+from vllm_kvcompress.policies.presets import (
+    CAOTES,
+    CUSTOM,
+    METHODS,
+    PRESETS,
+    Params,
+    Preset,
+    refuse_nonsense,
+    usual_window,
+)
 from vllm_kvcompress.policies.published import published
 from vllm_kvcompress.policies.scorers import SCORERS
 from vllm_kvcompress.policies.selectors import SELECTORS
 
-Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
-
 MAX_WINDOW = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """What a method's name stands for.
-
-    Args:
-        allocator: name in ALLOCATORS.
-        scorer: name in SCORERS.
-        window: observation window in tokens; 0 where none is needed.
-        selector: name in SELECTORS.
-        scorer_params: parameters of the scorer that differ from its defaults.
-        merge: whether evicted tokens are folded into their nearest kept ones.
-    """
-
-    allocator: str
-    scorer: str
-    window: int
-    selector: str = "topk"
-    scorer_params: Params = ()
-    merge: bool = False
-
-
-PRESETS: Mapping[str, Preset] = {
-    "snapkv": Preset(allocator="uniform", scorer="snapkv", window=32),
-    "pyramidkv": Preset(allocator="pyramid", scorer="snapkv", window=32),
-    "h2o": Preset(allocator="uniform", scorer="h2o", window=32),
-    "tova": Preset(allocator="uniform", scorer="tova", window=1),
-    "streamingllm": Preset(allocator="uniform", scorer="streamingllm", window=0),
-    "cake": Preset(allocator="cake", scorer="cake", window=32),
-    "dynamickv": Preset(allocator="dynamickv", scorer="snapkv", window=8),
-    "d2o": Preset(allocator="d2o", scorer="h2o", window=0, selector="heavy_recent", merge=True),
-    "chunkkv": Preset(
-        allocator="uniform",
-        scorer="snapkv",
-        window=32,
-        selector="chunks",
-        scorer_params=(("kernel", 1),),
-    ),
-    "caote": Preset(allocator="uniform", scorer="caote", window=32),
-    "fastcaote": Preset(allocator="uniform", scorer="fastcaote", window=32),
-    "random": Preset(allocator="uniform", scorer="random", window=32),
-}
-
-CUSTOM = "custom"
-METHODS = ("off", *PRESETS, CUSTOM)
-CAOTES = frozenset({"caote", "fastcaote"})
 
 
 class CompressionConfig(BaseModel):
@@ -155,7 +115,7 @@ class CompressionConfig(BaseModel):
             )
         allocator, scorer = self.build_allocator(), self.build_scorer()
         self.build_selector()
-        _refuse_nonsense(names)
+        refuse_nonsense(names)
         if window < 1 and Reads.WINDOW in scorer.reads:
             raise ConfigError(
                 f"scorer {self.names.scorer!r} reads the attention of a window;"
@@ -228,14 +188,14 @@ class CompressionConfig(BaseModel):
         """The preset with this configuration's replacements."""
         if self.compress == CUSTOM:
             own = self.allocator or "uniform", self.scorer or "snapkv"
-            usual = _usual_window(*own, self._base)
+            usual = usual_window(*own, self._base)
             preset = Preset(allocator=own[0], scorer=own[1], window=usual)
         else:
             preset = PRESETS[self.compress]
         scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
         window = preset.window if self.window is None else self.window
         if self.window is None and (scorer != preset.scorer or scorer in CAOTES):
-            window = _usual_window(allocator, scorer, self._base)
+            window = usual_window(allocator, scorer, self._base)
         return Preset(
             allocator=allocator,
             scorer=scorer,
@@ -335,36 +295,6 @@ def parse_budget(value: Any) -> float | int:
     if not 0 < number <= 1:  # NaN fails too
         raise ConfigError(rule)
     return number
-
-
-def _usual_window(allocator: str, scorer: str, base: str) -> int:
-    """The window of a scorer outside its preset; CAOTE has its base's, CAKE needs one of rows."""
-    if allocator == "cake":
-        return PRESETS["cake"].window
-    if (allocator, scorer) == ("dynamickv", "snapkv"):
-        return PRESETS["dynamickv"].window
-    name = base if scorer in CAOTES else scorer
-    return PRESETS[name].window if name in PRESETS else 32
-
-
-def _refuse_nonsense(names: Preset) -> None:
-    """Combinations that run but mean nothing.
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    blind = {"streamingllm": "ranks by position", "random": "ranks at random"}
-    if names.allocator == "dynamickv" and names.scorer in blind:
-        raise ConfigError(
-            "allocator 'dynamickv' compares scores between layers, but scorer"
-            f" {names.scorer!r} {blind[names.scorer]}; choose a scorer that reads attention, or"
-            " allocator 'uniform'"
-        )
-    if names.selector != "topk" and names.scorer == "streamingllm":
-        raise ConfigError(
-            f"selector {names.selector!r} ranks by attention, but scorer 'streamingllm' ranks by"
-            " position; choose another scorer, or selector 'topk'"
-        )
 
 
 def _build(

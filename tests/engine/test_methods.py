@@ -5,9 +5,10 @@ import torch
 
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
-from vllm_kvcompress.config import PRESETS, CompressionConfig
+from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.presets import PRESETS
 
 NAME = "llama-gqa"
 PRESET_NAMES = ["d2o", "chunkkv", "caote"] if V2 else list(PRESETS)

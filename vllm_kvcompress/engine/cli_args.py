@@ -14,8 +14,9 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvcompress.config import METHODS, CompressionConfig
+from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.policies.presets import METHODS
 
 _INSTALLED = "_kvcompress_cli_args"
 _FROM_COMMAND = "_kvcompress_from_command"

@@ -1,0 +1,85 @@
+"""The presets users type, and what is usual or senseless between their parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_kvcompress.errors import ConfigError
+
+Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What a method's name stands for.
+
+    Args:
+        allocator: name in ALLOCATORS.
+        scorer: name in SCORERS.
+        window: observation window in tokens; 0 where none is needed.
+        selector: name in SELECTORS.
+        scorer_params: parameters of the scorer that differ from its defaults.
+        merge: whether evicted tokens are folded into their nearest kept ones.
+    """
+
+    allocator: str
+    scorer: str
+    window: int
+    selector: str = "topk"
+    scorer_params: Params = ()
+    merge: bool = False
+
+
+PRESETS: Mapping[str, Preset] = {
+    "snapkv": Preset(allocator="uniform", scorer="snapkv", window=32),
+    "pyramidkv": Preset(allocator="pyramid", scorer="snapkv", window=32),
+    "h2o": Preset(allocator="uniform", scorer="h2o", window=32),
+    "tova": Preset(allocator="uniform", scorer="tova", window=1),
+    "streamingllm": Preset(allocator="uniform", scorer="streamingllm", window=0),
+    "cake": Preset(allocator="cake", scorer="cake", window=32),
+    "dynamickv": Preset(allocator="dynamickv", scorer="snapkv", window=8),
+    "d2o": Preset(allocator="d2o", scorer="h2o", window=0, selector="heavy_recent", merge=True),
+    "chunkkv": Preset(
+        allocator="uniform",
+        scorer="snapkv",
+        window=32,
+        selector="chunks",
+        scorer_params=(("kernel", 1),),
+    ),
+    "caote": Preset(allocator="uniform", scorer="caote", window=32),
+    "fastcaote": Preset(allocator="uniform", scorer="fastcaote", window=32),
+    "random": Preset(allocator="uniform", scorer="random", window=32),
+}
+
+CUSTOM = "custom"
+METHODS = ("off", *PRESETS, CUSTOM)
+CAOTES = frozenset({"caote", "fastcaote"})
+
+
+def usual_window(allocator: str, scorer: str, base: str) -> int:
+    """The window of a scorer outside its preset; CAOTE has its base's, CAKE needs one of rows."""
+    if allocator == "cake":
+        return PRESETS["cake"].window
+    if (allocator, scorer) == ("dynamickv", "snapkv"):
+        return PRESETS["dynamickv"].window
+    name = base if scorer in CAOTES else scorer
+    return PRESETS[name].window if name in PRESETS else 32
+
+
+def refuse_nonsense(names: Preset) -> None:
+    """Combinations that run but mean nothing.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    blind = {"streamingllm": "ranks by position", "random": "ranks at random"}
+    if names.allocator == "dynamickv" and names.scorer in blind:
+        raise ConfigError(
+            "allocator 'dynamickv' compares scores between layers, but scorer"
+            f" {names.scorer!r} {blind[names.scorer]}; choose a scorer that reads attention, or"
+            " allocator 'uniform'"
+        )
+    if names.selector != "topk" and names.scorer == "streamingllm":
+        raise ConfigError(
+            f"selector {names.selector!r} ranks by attention, but scorer 'streamingllm' ranks by"
+            " position; choose another scorer, or selector 'topk'"
+        )
