@@ -3,9 +3,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress_kernels import column_sums, column_sums_ref
+from paging import Largest, paged_keys
 
 prop = settings(derandomize=True, deadline=None, max_examples=25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
@@ -25,22 +25,6 @@ def slow(q, k, scale):
     return sums
 
 
-def paged(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Pages of k in random order, NaN in all that must not be read: (key_pages, pages)."""
-    heads, tokens, dim = k.shape
-    count = -(-tokens // block)
-    rng = np.random.RandomState(seed)
-    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
-    if interleave:  # [N, block, Hkv, 2 * D]: the keys of one token lie beside its values
-        store = torch.full((count + spare, block, heads, 2 * dim), torch.nan, dtype=dtype)
-        view = store[..., :dim].permute(0, 2, 3, 1)
-    else:
-        view = torch.full((count + spare, heads, dim, block), torch.nan, dtype=dtype)
-    for j in range(tokens):
-        view[pages[j // block], :, :, j % block] = k[:, j]
-    return view, pages
-
-
 def random(heads, kv_heads, tokens, count, dim, *, seed=0, q_scale=1.0, dtype=torch.float32):
     """Query ``[Hq, T, d]`` and keys ``[Hkv, S, d]``."""
     rng = np.random.RandomState(seed)
@@ -50,7 +34,7 @@ def random(heads, kv_heads, tokens, count, dim, *, seed=0, q_scale=1.0, dtype=to
 
 def compare(q, k, block, *, tolerance=close, **how):
     scale = q.shape[-1] ** -0.5
-    view, pages = paged(k, block, dtype=k.dtype, **how)
+    view, pages = paged_keys(k, block, dtype=k.dtype, **how)
     got = column_sums(q.transpose(0, 1), view, pages, k.shape[1], scale)
     assert got.shape == (len(q), k.shape[1])
     assert got.dtype == torch.float32
@@ -114,7 +98,7 @@ def test_any_shape(heads, tokens, block, q_scale, seed, data):
 def test_chunks_add_up_to_the_prompt(chunk):
     tokens = 151
     q, k = random(6, 2, tokens, tokens, 16)
-    view, pages = paged(k, 32)
+    view, pages = paged_keys(k, 32)
     query = q.transpose(0, 1)
     total = torch.zeros(6, tokens)
     for start in range(0, tokens, chunk):
@@ -127,7 +111,7 @@ def test_chunks_add_up_to_the_prompt(chunk):
 
 def test_flat_attention():
     """Row i spreads 1 over tokens 0 to i."""
-    view, pages = paged(torch.ones(1, 70, 4), 16)
+    view, pages = paged_keys(torch.ones(1, 70, 4), 16)
     got = column_sums(torch.randn(70, 2, 4), view, pages, 70, 0.5)
     want = np.cumsum(1 / np.arange(70, 0, -1))[::-1]
     np.testing.assert_allclose(got, np.stack([want, want]), **close)
@@ -177,13 +161,13 @@ def test_spans_with_logits_whose_exp_leaves_float32(monkeypatch):
 def test_gqa_equals_repeated_kv_heads():
     q, k = random(6, 2, 50, 50, 8)
     query = q.transpose(0, 1)
-    shared = column_sums(query, *paged(k, 16), 50, 0.3)
-    repeated = column_sums(query, *paged(k.repeat_interleave(3, 0), 16), 50, 0.3)
+    shared = column_sums(query, *paged_keys(k, 16), 50, 0.3)
+    repeated = column_sums(query, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3)
     torch.testing.assert_close(shared, repeated, rtol=1e-5, atol=1e-7)
 
 
 def test_inputs_are_left_alone():
-    view, pages = paged(torch.randn(2, 40, 8), 16, spare=0)
+    view, pages = paged_keys(torch.randn(2, 40, 8), 16, spare=0)
     view = view.nan_to_num(5.0)
     q = torch.randn(40, 4, 8)
     before = [x.clone() for x in (view, pages, q)]
@@ -193,23 +177,10 @@ def test_inputs_are_left_alone():
 
 def test_strided_query():
     """A slice of a batch, and heads cut from a fused projection."""
-    view, pages = paged(torch.randn(2, 40, 8), 16)
+    view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     q = torch.randn(50, 4, 24)[3:23, :, 8:16]
     one = column_sums(q, view, pages, 40, 0.3)
     assert torch.equal(one, column_sums(q.contiguous(), view, pages, 40, 0.3))
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest storage any operator returned."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.size = max(self.size, x.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress_kernels import merge_evicted, merge_ref
+from paging import Largest, paged_keys, paged_values
 
 prop = settings(derandomize=True, deadline=None, max_examples=25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
@@ -32,23 +32,10 @@ def slow(k, v, kept):
     return np.array(k_out), np.array(v_out)
 
 
-def paged(k, v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Pages of k and v in random order, NaN in all that must not be read."""
-    heads, tokens, dim = k.shape
-    count = -(-tokens // block)
-    rng = np.random.RandomState(seed)
-    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
-    if interleave:  # [N, block, Hkv, D + Dv]
-        shape = count + spare, block, heads, dim + v.shape[2]
-        keys, values = torch.full(shape, torch.nan, dtype=dtype).split([dim, v.shape[2]], -1)
-        keys, values = keys.permute(0, 2, 3, 1), values.transpose(1, 2)
-    else:
-        keys = torch.full((count + spare, heads, dim, block), torch.nan, dtype=dtype)
-        values = torch.full((count + spare, heads, block, v.shape[2]), torch.nan, dtype=dtype)
-    for j in range(tokens):
-        keys[pages[j // block], :, :, j % block] = k[:, j].to(dtype)
-        values[pages[j // block], :, j % block] = v[:, j].to(dtype)
-    return keys, values, pages
+def paged(k, v, block, **how):
+    """Pages of k and v, the same ones for both."""
+    keys, pages = paged_keys(k, block, **how)
+    return keys, paged_values(v, block, **how)[0], pages
 
 
 def random(heads, tokens, count, dim=8, *, seed=0):
@@ -232,19 +219,6 @@ def test_inputs_are_left_alone():
     before = [x.clone() for x in inputs]
     merge_evicted(*inputs[:3], 40, kept)
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest storage any operator returned."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.size = max(self.size, x.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(3000, 1500), (6000, 5900)])

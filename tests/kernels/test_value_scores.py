@@ -3,9 +3,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress_kernels import value_scores, value_scores_ref
+from paging import Largest, paged_values
 
 prop = settings(derandomize=True, deadline=None, max_examples=25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
@@ -35,22 +35,6 @@ def brute(h, v):
     return np.array(change)
 
 
-def paged(v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Pages of v in random order, NaN in all that must not be read: (value_pages, pages)."""
-    heads, tokens, dim = v.shape
-    count = -(-tokens // block)
-    rng = np.random.RandomState(seed)
-    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
-    if interleave:  # [N, block, Hkv, 2 * D]: the values of one token lie beside its keys
-        store = torch.full((count + spare, block, heads, 2 * dim), torch.nan, dtype=dtype)
-        view = store[..., dim:].transpose(1, 2)
-    else:
-        view = torch.full((count + spare, heads, block, dim), torch.nan, dtype=dtype)
-    for j in range(tokens):
-        view[pages[j // block], :, j % block] = v[:, j]
-    return view, pages
-
-
 def random(heads, kv_heads, tokens, dim, *, seed=0, sharpness=1.5):
     """Attention rows ``[Hq, S]`` and values ``[Hkv, S, d]``."""
     rng = np.random.RandomState(seed)
@@ -59,7 +43,7 @@ def random(heads, kv_heads, tokens, dim, *, seed=0, sharpness=1.5):
 
 
 def score(h, v, block=16, *, fast=False, reduce="mean", **how):
-    return value_scores(h, *paged(v, block, **how), v.shape[1], fast=fast, reduce=reduce)
+    return value_scores(h, *paged_values(v, block, **how), v.shape[1], fast=fast, reduce=reduce)
 
 
 def compare(h, v, block=16, *, fast=False, reduce="mean", **how):
@@ -200,7 +184,7 @@ def test_kv_heads_keep_to_themselves():
 
 def test_inputs_are_left_alone():
     h, v = random(4, 2, 40, 8)
-    view, pages = paged(v, 16, spare=0)
+    view, pages = paged_values(v, 16, spare=0)
     view = view.nan_to_num(5.0)
     before = [x.clone() for x in (h, view, pages)]
     value_scores(h, view, pages, 40, fast=False, reduce="l2")
@@ -212,19 +196,6 @@ def test_strided_weights():
     h, v = random(8, 2, 40, 8)
     strided = h.T.contiguous().T[::2]
     assert torch.equal(score(strided, v), score(strided.contiguous(), v))
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest storage any operator returned."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.size = max(self.size, x.untyped_storage().nbytes())
-        return out
 
 
 def test_temporaries_stay_small():

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress_kernels import window_scores
+from paging import paged_keys
 
 prop = settings(derandomize=True, deadline=None, max_examples=40)
 close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
@@ -32,28 +33,12 @@ def slow(q, k, scale):
     return a, cut.sum(1), variance, entropy
 
 
-def paged(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Pages of k in random order, NaN in all that must not be read: (key_pages, pages)."""
-    heads, tokens, dim = k.shape
-    count = -(-tokens // block)
-    rng = np.random.RandomState(seed)
-    pages = torch.from_numpy(rng.permutation(count + spare)[:count].copy())
-    if interleave:  # [N, block, Hkv, 2 * D]: the keys of one token lie beside its values
-        store = torch.full((count + spare, block, heads, 2 * dim), torch.nan, dtype=dtype)
-        view = store[..., :dim].permute(0, 2, 3, 1)
-    else:
-        view = torch.full((count + spare, heads, dim, block), torch.nan, dtype=dtype)
-    for j in range(tokens):
-        view[pages[j // block], :, :, j % block] = k[:, j]
-    return view, pages
-
-
 def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, **how):
     dtype = how.get("dtype", torch.float32)
     rng = np.random.RandomState(seed)
     q = torch.from_numpy(q_scale * rng.standard_normal((heads, w, dim))).to(dtype)
     k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
-    view, pages = paged(k, block, seed=seed, **how)
+    view, pages = paged_keys(k, block, seed=seed, **how)
     got = window_scores(q.transpose(0, 1), view, pages, tokens, dim**-0.5, variance=w > 1)
     a, total, variance, entropy = slow(q.double().numpy(), k.double().numpy(), dim**-0.5)
     np.testing.assert_allclose(got.recent, a[:, :, tokens - w :].sum(1), **close)
@@ -148,7 +133,7 @@ def test_sharp_attention_stays_finite():
 def test_flat_attention():
     """Keys that all look alike: row i spreads 1 over P + i + 1 tokens."""
     past, w = 27, 5
-    view, pages = paged(torch.ones(1, past + w, 4), 16)
+    view, pages = paged_keys(torch.ones(1, past + w, 4), 16)
     got = window_scores(torch.randn(w, 2, 4), view, pages, past + w, 0.5, variance=True)
     each = [1 / (past + i + 1) for i in range(w)]
     np.testing.assert_allclose(got.total, np.full((2, past), sum(each)), **close)
@@ -164,7 +149,7 @@ def test_rows_sum_to_one_over_all_keys(tokens, seed, data):
     w = data.draw(st.integers(1, tokens - 1))
     rng = np.random.RandomState(seed)
     q, k = rng.standard_normal((2, w, 4)), rng.standard_normal((2, tokens, 4))
-    view, pages = paged(torch.from_numpy(k).float(), 16, seed=seed)
+    view, pages = paged_keys(torch.from_numpy(k).float(), 16, seed=seed)
     query = torch.from_numpy(q).float().transpose(0, 1)
     got = window_scores(query, view, pages, tokens, 0.5, variance=False)
     a = slow(q, k, 0.5)[0]
@@ -176,7 +161,7 @@ def test_rows_sum_to_one_over_all_keys(tokens, seed, data):
 
 def test_variance_is_optional():
     k = torch.randn(2, 40, 8)
-    view, pages = paged(k, 16)
+    view, pages = paged_keys(k, 16)
     q = torch.randn(4, 4, 8)
     full = window_scores(q, view, pages, 40, 0.3, variance=True)
     less = window_scores(q, view, pages, 40, 0.3, variance=False)
@@ -190,8 +175,8 @@ def test_variance_is_optional():
 def test_gqa_equals_repeated_kv_heads():
     k = torch.randn(2, 50, 8)
     q = torch.randn(7, 6, 8)
-    shared = window_scores(q, *paged(k, 16), 50, 0.3, variance=True)
-    repeated = window_scores(q, *paged(k.repeat_interleave(3, 0), 16), 50, 0.3, variance=True)
+    shared = window_scores(q, *paged_keys(k, 16), 50, 0.3, variance=True)
+    repeated = window_scores(q, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3, variance=True)
     for a, b in zip(shared, repeated, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
@@ -199,14 +184,14 @@ def test_gqa_equals_repeated_kv_heads():
 @pytest.mark.parametrize("block", [1, 4, 16, 32, 512])
 def test_block_size_does_not_matter(block):
     k, q = torch.randn(2, 600, 8), torch.randn(7, 4, 8)
-    one = window_scores(q, *paged(k, 600), 600, 0.3, variance=True)
-    two = window_scores(q, *paged(k, block, seed=3), 600, 0.3, variance=True)
+    one = window_scores(q, *paged_keys(k, 600), 600, 0.3, variance=True)
+    two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, variance=True)
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_inputs_are_left_alone():
-    view, pages = paged(torch.randn(2, 40, 8), 16, spare=0)
+    view, pages = paged_keys(torch.randn(2, 40, 8), 16, spare=0)
     view = view.nan_to_num(5.0)
     q = torch.randn(4, 4, 8)
     before = [x.clone() for x in (view, pages, q)]
@@ -216,7 +201,7 @@ def test_inputs_are_left_alone():
 
 def test_strided_query():
     """A slice of a batch, and heads cut from a fused projection."""
-    view, pages = paged(torch.randn(2, 40, 8), 16)
+    view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     fused = torch.randn(9, 4, 24)
     q = fused[3:8, :, 8:16]
     one = window_scores(q, view, pages, 40, 0.3, variance=True)
