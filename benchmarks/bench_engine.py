@@ -156,13 +156,10 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         ratios[f"{name}_prefill_step"] = round(statistics.median(x / y for x, y in pairs), 3)
     if {"off", "idle"} <= contenders.keys():
         ratios["idle_decode_step"] = ratio("idle", "off")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "machine": f"{processor()}, {os.cpu_count()} cores",
         "command": " ".join(["python", "benchmarks/bench_engine.py", *sys.argv[1:]]),
-        "commit": commit,
+        "commit": commit(),
         "shapes": {
             **{"batch": args.batch, "prompt_tokens": args.prompt, "budget": args.budget},
             **{"dtype": args.dtype, "compiled": args.compile, "decode_steps": args.steps},
@@ -178,6 +175,13 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         },
         "ratios": ratios,
     }
+
+
+def commit() -> str:
+    """The short commit of the tree, or nothing outside a repository."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def processor() -> str:

@@ -11,13 +11,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench_engine import processor
+from bench_engine import commit, processor
 
 GOALS = {"caote": 0.08, "fastcaote": 0.08, "h2o": 0.60, "d2o": 0.60}  # every other method: 0.05
 
@@ -110,13 +109,10 @@ def main() -> None:
     for _ in range(args.rounds):
         for name in names:
             times[name].append(engine.prefill(ids, settings[name]))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     result = {
         "machine": f"{processor()}, {os.cpu_count()} cores",
         "command": " ".join(["python", "benchmarks/bench_methods.py", *sys.argv[1:]]),
-        "commit": commit,
+        "commit": commit(),
         "shapes": {
             **{"prompt_tokens": len(ids), "budget": args.budget, "chunk": args.chunk},
             **{"dtype": "float32", "rounds": args.rounds},

@@ -229,11 +229,6 @@ class CompressionConfig(BaseModel):
         )
         return policy
 
-    @property
-    def reads(self) -> Reads:
-        """What the methods must be shown of a prompt."""
-        return self.build_allocator().reads | self.build_scorer().reads
-
     def tokens_per_layer(self, tokens: int) -> int:
         """Mean tokens to keep per layer for a prompt of `tokens`, window included.
 

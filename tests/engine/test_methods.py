@@ -7,6 +7,7 @@ from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.offline import compress
+from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.presets import PRESETS
 
@@ -18,7 +19,7 @@ NEW = 8
 WHOLE_PROMPT = {
     name
     for name in PRESETS
-    if Reads.COLUMN_SUMS in CompressionConfig.parse({"compress": name}).reads
+    if Reads.COLUMN_SUMS in method_of(CompressionConfig.parse({"compress": name})).reads
 }
 
 
