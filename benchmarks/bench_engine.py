@@ -16,14 +16,14 @@ prefill step, one that computes only decodes is a decode step.
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from origin import commit, machine
 
 CONFIGURATIONS = ("off", "on", "bound", "idle")
 
@@ -157,7 +157,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
     if {"off", "idle"} <= contenders.keys():
         ratios["idle_decode_step"] = ratio("idle", "off")
     return {
-        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_engine.py", *sys.argv[1:]]),
         "commit": commit(),
         "shapes": {
@@ -175,21 +175,6 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         },
         "ratios": ratios,
     }
-
-
-def commit() -> str:
-    """The short commit of the tree, or nothing outside a repository."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-
-
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

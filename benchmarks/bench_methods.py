@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_engine import commit, processor
+from origin import commit, machine
 
 GOALS = {"caote": 0.08, "fastcaote": 0.08, "h2o": 0.60, "d2o": 0.60}  # every other method: 0.05
 
@@ -110,7 +110,7 @@ def main() -> None:
         for name in names:
             times[name].append(engine.prefill(ids, settings[name]))
     result = {
-        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_methods.py", *sys.argv[1:]]),
         "commit": commit(),
         "shapes": {

@@ -22,7 +22,6 @@ import dataclasses
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -32,15 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_engine import processor
 from needles import FORCED, PHRASINGS, Job, Reference, reference
+from origin import commit, machine
+from quality_report import FULL, console_table, markdown
 from rich.console import Console
-from rich.table import Table
 
 BUDGETS = (0.5, 0.2, 0.1)
 BLOCK = 32  # the CPU backend's smallest: pages round least
 MIN_PROMPT = 256
-FULL = "full cache"
 
 Settings = Mapping[str, Any]
 Tape = dict[tuple[str, int], torch.Tensor]
@@ -269,14 +267,17 @@ def measure_all(
     args: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]
 ) -> None:
     """Fill in the pairs that `results` lacks, saving after each; the full cache checks itself."""
-    pairs = [(FULL, args.presets[0], 1.0)]
-    pairs += [(name, name, budget) for name in args.presets for budget in args.budgets]
+    methods: dict[str, Settings] = {name: {"compress": name} for name in args.presets}
+    methods |= dict(args.settings)
+    idle, *_ = methods.values()
+    pairs: list[tuple[str, Settings, float]] = [(FULL, idle, 1.0)]
+    pairs += [(name, made, budget) for name, made in methods.items() for budget in args.budgets]
     have = {(pair["method"], pair["budget"]) for pair in results["pairs"]}
     pairs = [pair for pair in pairs if (pair[0], pair[2]) not in have]
     if not pairs:
         return
     # Every prompt under the threshold: vLLM's own output (tests/engine/test_identity.py).
-    idle = {"compress": args.presets[0], "budget": 1.0, "min_prompt": 1_000_000}
+    idle = {**idle, "budget": 1.0, "min_prompt": 1_000_000}
     start, code = time.perf_counter(), commit()  # others may commit while this runs
     engine = Engine(args.model, None if args.fresh else idle, cache=not args.fresh)
     try:
@@ -290,82 +291,31 @@ def measure_all(
         )
         results["texts"] = {"tokens": [len(ids) for ids in full.texts.values()]}
         results["reference_seconds"] = round(time.perf_counter() - start, 1)
-        for title, name, budget in pairs:
-            settings = {"compress": name, "budget": budget, "min_prompt": MIN_PROMPT}
+        for title, made, budget in pairs:
+            settings = {**made, "budget": budget, "min_prompt": MIN_PROMPT}
             if args.fresh:
                 engine.close()
                 engine = Engine(args.model, settings, cache=False)
             else:
                 engine.switch(settings)
-            made = measure(engine, settings, full)
-            found = f"{made['needles_answered']} of {made['needles']} needles"
+            pair = measure(engine, settings, full)
+            found = f"{pair['needles_answered']} of {pair['needles']} needles"
             print(
-                f"{title} {budget}: {found}, KL {made['kl']:.4f}, {made['seconds']} s", flush=True
+                f"{title} {budget}: {found}, KL {pair['kl']:.4f}, {pair['seconds']} s", flush=True
             )
-            assert title != FULL or made["kl"] < 1e-4, "the full cache differs from itself"
-            assert title != FULL or made["needles_answered"] == made["needles"]
-            made |= {"fresh_engine": args.fresh, "commit": code}
-            results["pairs"].append({"method": title, "budget": budget, **made})
+            assert title != FULL or pair["kl"] < 1e-4, "the full cache differs from itself"
+            assert title != FULL or pair["needles_answered"] == pair["needles"]
+            pair |= {"fresh_engine": args.fresh, "commit": code}
+            results["pairs"].append({"method": title, "budget": budget, **pair})
             save()
     finally:
         engine.close()
 
 
-def commit() -> str:
-    """The commit of the plugin that is imported, marked when files that matter differ from it."""
-    import vllm_kvcompress
-
-    root = Path(vllm_kvcompress.__file__).parents[1]
-
-    def git(*words: str) -> str:
-        here = ["git", "-C", str(root), *words]
-        return subprocess.run(here, capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "vllm_kvcompress", "kernels", "benchmarks/*.py")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
-
-
-def grid(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table: a method's needles in per cent and its KL at each budget."""
-    by = {(pair["method"], pair["budget"]): pair for pair in results["pairs"]}
-    methods = list(dict.fromkeys(m for m, _ in by if m != FULL))
-    budgets = sorted({b for m, b in by if m != FULL}, reverse=True)
-    header = ["method", *(f"{what}, {b:g}" for what in ("needles", "KL") for b in budgets)]
-
-    def row(title: str, found: Sequence[dict[str, Any] | None]) -> list[str]:
-        shares = [f"{p['needles_answered'] / max(p['needles'], 1):.0%}" if p else "" for p in found]
-        return [title, *shares, *(f"{p['kl']:.3f}" if p else "" for p in found)]
-
-    rows = [row(FULL, [by.get((FULL, 1.0))] * len(budgets))]
-    return header, rows + [row(m, [by.get((m, b)) for b in budgets]) for m in methods]
-
-
-def markdown(results: dict[str, Any]) -> str:
-    header, rows = grid(results)
-    needles, run, texts = results["needles"], results["run"], results["texts"]["tokens"]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    depths = ", ".join(f"{answered} at {depth}" for depth, answered in needles["by_depth"].items())
-    commits = sorted({pair["commit"] for pair in results["pairs"]})
-    return f"""# Quality
-
-Needles answered, of {needles["found"]} that the full cache answers, and KL divergence from the full
-cache in nats per token over {FORCED - 1} tokens of each of {len(texts)} texts, by budget.
-
-{table}
-
-* {needles["asked"]} needle prompts were tried, and the full cache answered
-  {needles["full_cache_pass_rate"]:.0%}; by the needle's place in the prompt: {depths}.
-* Needle prompts: {spread(needles["tokens"])}. Texts: {spread(texts)}.
-* {run["model"]}, float32, greedy, blocks of {BLOCK} tokens; phrasing {run["phrasing"]},
-  seed {run["seed"]}.
-* {results["machine"]}; commit {", ".join(commits)}; {results["date"]}.
-* {", ".join(f"`{command}`" for command in results["commands"])}
-"""
-
-
-def spread(lengths: Sequence[int]) -> str:
-    return f"{min(lengths, default=0)} to {max(lengths, default=0)} tokens"
+def named_settings(text: str) -> tuple[str, Settings]:
+    """``NAME=JSON`` of the command line."""
+    name, _, value = text.partition("=")
+    return name, {"compress": "custom", **json.loads(value)}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -373,7 +323,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
-    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
+    parser.add_argument("--presets", nargs="*", default=list(PRESETS), choices=list(PRESETS))
+    parser.add_argument(
+        "--settings",
+        nargs="*",
+        default=[],
+        type=named_settings,
+        metavar="NAME=JSON",
+        help="other combinations, as in --kv-compress-config, under names of their own",
+    )
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--needles", type=int, default=20, help="needle prompts, five depths")
     parser.add_argument("--kl-prompts", type=int, default=8, help="texts of the KL part")
@@ -401,7 +359,7 @@ def begin(args: argparse.Namespace) -> dict[str, Any]:
         results = json.loads(args.out.read_text())
         if results["run"] != run:
             raise SystemExit(f"{args.out} is of {results['run']}, not {run}; choose another --out")
-    results["machine"] = f"{processor()}, {os.cpu_count()} cores"
+    results["machine"] = machine()
     command = " ".join(["python", "benchmarks/quality.py", *sys.argv[1:]])
     results["commands"] = list(dict.fromkeys([*results["commands"], command]))
     results["date"] = datetime.now(UTC).date().isoformat()
@@ -427,11 +385,7 @@ def main() -> None:
 
     measure_all(args, results, save)
     save()
-    header, rows = grid(results)
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    Console().print(console_table(results))
 
 
 if __name__ == "__main__":

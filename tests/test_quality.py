@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import needles
 import quality
+import quality_report
 
 
 class Words:
@@ -99,20 +100,26 @@ def test_the_recorder_keeps_the_logits_and_forces_the_token():
 
 
 def test_the_table_has_a_row_for_each_method_and_blanks_for_what_is_missing():
-    pair = {"needles_answered": 1, "needles": 4}
-    results = {
-        "pairs": [
-            {"method": quality.FULL, "budget": 1.0, **pair, "needles_answered": 4, "kl": 0.0},
-            {"method": "a", "budget": 0.5, **pair, "kl": 0.25},
-            {"method": "b", "budget": 0.1, **pair, "kl": 1.5},
-        ]
-    }
-    assert quality.grid(results) == (
+    full = quality_report.FULL
+
+    def pair(method, budget, answered, *texts):
+        kl = {"kl": sum(texts) / len(texts), "kl_of_each_text": list(texts)}
+        return {
+            "method": method,
+            "budget": budget,
+            "needles_answered": answered,
+            "needles": 4,
+            **kl,
+        }
+
+    pairs = [pair(full, 1.0, 4, 0), pair("a", 0.5, 1, 0.1, 0.2, 0.9), pair("b", 0.1, 1, 1.5)]
+    results = {"pairs": pairs}
+    assert quality_report.grid(results) == (
         ["method", "needles, 0.5", "needles, 0.1", "KL, 0.5", "KL, 0.1"],
         [
-            [quality.FULL, "100%", "100%", "0.000", "0.000"],
-            ["a", "25%", "", "0.250", ""],
-            ["b", "", "25%", "", "1.500"],
+            [full, "100%", "100%", "0.000 (0.000)", "0.000 (0.000)"],
+            ["a", "25%", "", "0.400 (0.200)", ""],
+            ["b", "", "25%", "", "1.500 (1.500)"],
         ],
     )
 
@@ -124,3 +131,12 @@ def test_resuming_refuses_the_results_of_other_prompts(tmp_path):
     )
     with pytest.raises(SystemExit, match="choose another --out"):
         quality.begin(args)
+
+
+def test_combinations_get_the_name_they_are_given():
+    text = 'wide={"allocator": "dynamickv", "scorer": "snapkv", "window": 32}'
+    args = quality.parse_args(["--presets", "--settings", text, '8={"compress": "snapkv"}'])
+    assert args.presets == []
+    assert [name for name, _ in args.settings] == ["wide", "8"]
+    assert args.settings[0][1]["compress"] == "custom"
+    assert args.settings[1][1] == {"compress": "snapkv"}

@@ -1,4 +1,4 @@
-"""Reference of `merge_evicted`: float32, cosines tiled over evicted and kept tokens.
+"""Reference of `merge_evicted`: float32 or wider, cosines tiled over evicted and kept tokens.
 
 The nearest kept token of every evicted one comes first, since the threshold is a mean over all of
 them; then the merged ones are added up. Where nothing is merged, weight and divisor are exactly 1.
@@ -22,12 +22,13 @@ def run(
     heads, count = kept.shape
     block = key_pages.shape[3]
     head = torch.arange(heads, device=kept.device)[:, None]
+    wide = torch.promote_types(key_pages.dtype, torch.float32)
 
     def key(head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        return key_pages[pages[token // block], head, :, token % block].float()
+        return key_pages[pages[token // block], head, :, token % block].to(wide)
 
     def value(head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        return value_pages[pages[token // block], head, token % block].float()
+        return value_pages[pages[token // block], head, token % block].to(wide)
 
     keys, values = key(head, kept), value(head, kept)
     evicted = torch.ones(heads, tokens, dtype=torch.bool, device=kept.device)
@@ -37,7 +38,7 @@ def run(
 
     u = keys.new_full(evicted.shape, -torch.inf)
     near = torch.zeros_like(evicted)
-    rows = max(COSINES // (4 * heads * max(min(count, KEPT), key_pages.shape[2])), 1)
+    rows = max(COSINES // (wide.itemsize * heads * max(min(count, KEPT), key_pages.shape[2])), 1)
     for first in range(0, count, KEPT):
         near_keys = _unit(keys[:, first : first + KEPT]).mT
         for row in range(0, evicted.shape[1], rows):

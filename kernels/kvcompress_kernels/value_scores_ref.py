@@ -1,7 +1,8 @@
 """Reference of `value_scores`: float32, tiled over tokens, the values read twice.
 
-The difference ``o - v_j`` is formed before its norm: expanding the square would cancel. For a
-weight near 1 both it and ``1 - h_j`` vanish, and the clamp keeps their ratio finite.
+The difference ``o - v_j`` is formed before its norm: expanding the square would cancel. Near a
+weight of 1 both it and ``1 - h_j`` vanish while their ratio does not. One token at most of a query
+head can come near 1, the heaviest, and it is scored as ``h_j * || o_without_j - v_j ||``.
 """
 
 import torch
@@ -21,23 +22,34 @@ def run(
     h = weights.view(kv_heads, -1, tokens)
     tile = max(DIFFERENCES // (4 * len(weights) * dim), 1)
     tiles = torch.split(torch.arange(tokens, device=pages.device), tile)
+    head = torch.arange(kv_heads, device=pages.device)[:, None]
 
     def values(token: torch.Tensor) -> torch.Tensor:
-        """``[Hkv, n, D]`` float32."""
-        return value_pages[pages[token // block], :, token % block].float().transpose(0, 1)
+        """``[Hkv, n, D]`` float32 for tokens ``[n]`` or, of each head its own, ``[Hkv, n]``."""
+        return value_pages[pages[token // block], head, token % block].float()
 
+    heaviest = h.argmax(-1)  # [Hkv, G]
+    top = h.gather(-1, heaviest[..., None])  # [Hkv, G, 1]
+    others = h.scatter(-1, heaviest[..., None], 0.0)
     o = weights.new_zeros(kv_heads, 1 if fast else h.shape[1], dim)
     for token in tiles:
         v = values(token)
-        o += v.sum(1, keepdim=True) if fast else h[..., token] @ v
+        o += v.sum(1, keepdim=True) if fast else others[..., token] @ v
     if fast:
         o /= tokens
+    else:
+        rest = others.sum(-1, keepdim=True)
+        apart = torch.linalg.vector_norm(o / rest - values(heaviest), dim=-1, keepdim=True)
+        o += top * values(heaviest)
 
     scores = weights.new_empty(kv_heads, tokens)
     for token in tiles:
         distance = torch.linalg.vector_norm(o.unsqueeze(2) - values(token).unsqueeze(1), dim=-1)
         share = h[..., token]
         change = share / (1 - share).clamp_min(1e-6) * distance  # [Hkv, G, n]
+        if not fast:
+            alone = (token == heaviest[..., None]) & (rest > 0)
+            change = torch.where(alone, top * apart, change)
         scores[:, token] = (
             change.mean(1) if reduce == "mean" else torch.linalg.vector_norm(change, dim=1)
         )

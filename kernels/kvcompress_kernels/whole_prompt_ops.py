@@ -56,8 +56,10 @@ def value_scores(
     """How much the attention output would change if one token went (CAOTE, arXiv:2504.14051).
 
     ``c_j = h_j / (1 - h_j) * ||o - v_j||_2`` for each query head's weights h, with
-    ``o = sum_j h_j v_j``; exact if h is an attention row. ``1 - h_j`` is clamped at 1e-6. c is
-    then reduced over the query heads of a KV head.
+    ``o = sum_j h_j v_j``; exact if h is an attention row. ``1 - h_j`` is clamped at 1e-6, but for
+    the heaviest token of a row, whose c is ``h_j * ||o_without_j - v_j||``, the same and precise
+    up to a weight of 1; `fast` has no such form. c is then reduced over the query heads of a KV
+    head.
 
     Args:
         weights: ``[Hq, tokens]`` float32, >= 0, rows that sum to 1; values unchecked.
@@ -116,8 +118,8 @@ def merge_evicted(
             `tokens`; values unchecked.
 
     Returns:
-        Keys ``[Hkv, n, D]`` and values ``[Hkv, n, Dv]`` of the kept tokens, float32. One that
-        nothing was merged into is its cached value bit for bit.
+        Keys ``[Hkv, n, D]`` and values ``[Hkv, n, Dv]`` of the kept tokens, float32, or float64
+        from such a cache. One that nothing was merged into is its cached value bit for bit.
 
     Raises:
         ValueError: shapes disagree, nothing is kept, or more is kept than there is.

@@ -1,0 +1,28 @@
+"""Where a figure comes from: the machine and the commit that its file names."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def machine() -> str:
+    """The processor's name, where the system tells it, and how many of its cores there are."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    """The commit of the plugin that is imported, marked when files that matter differ from it."""
+    import vllm_kvcompress
+
+    root = Path(vllm_kvcompress.__file__).parents[1]
+
+    def git(*words: str) -> str:
+        here = ["git", "-C", str(root), *words]
+        return subprocess.run(here, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "vllm_kvcompress", "kernels", "benchmarks/*.py")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
