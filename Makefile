@@ -10,10 +10,10 @@ STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
 PORT ?= 8000
 
-.PHONY: help setup model demo serve test lint bench clean
+.PHONY: help setup model demo serve test lint kernels-sm90 bench clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 setup: $(STAMP)  ## the environment, in .venv
 
@@ -48,6 +48,9 @@ lint: setup
 
 test: model lint  ## everything CI runs
 	$(BIN)/python -m pytest
+
+kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
+	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md
 
 bench: model  ## engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)

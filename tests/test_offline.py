@@ -321,6 +321,8 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(budget=20), "cannot hold the window of 32"),
         (dict(page_size=0), "page_size must be a whole number, at least 1"),
         (dict(page_size=2.0), "page_size must be a whole number"),
+        (dict(scale=float("nan")), "scale must be a finite number"),
+        (dict(scale="1"), "scale must be a finite number"),
         (dict(policy=None), "must be an object"),
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
@@ -337,6 +339,7 @@ def test_bad_settings(change, message):
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
+        (lambda q, k, v: (q.numpy(), k, v), "queries must be a torch tensor"),
         (lambda q, k, v: (q[0], k, v), r"queries must be \[L, H, S, D\]"),
         (lambda q, k, v: (q, k, v[:, :, :-1]), "values must be"),
         (lambda q, k, v: (q[:, :3], k, v), "Hq must be a multiple of Hkv=2"),
@@ -349,3 +352,30 @@ def test_bad_settings(change, message):
 def test_bad_tensors(cut, message):
     with pytest.raises(ValueError, match=message):
         compress(*cut(*inputs(*SHAPES["gqa"], seed=1)), policy="cake", budget=0.5)
+
+
+@pytest.mark.parametrize("base", ["tova", "snapkv", "h2o"])
+@pytest.mark.parametrize("scorer", ["caote", "fastcaote"])
+@pytest.mark.parametrize("seed", range(5))
+def test_caote_of_equal_tokens_keeps_the_first(scorer, base, seed):
+    """Two keys and values in turn: the twins of the heaviest token score what it scores."""
+    generator = torch.Generator().manual_seed(seed)
+    turn = torch.arange(40) % 2
+    q = torch.randn(1, 1, 40, 8, generator=generator)
+    k, v = torch.randn(2, 1, 1, 2, 8, generator=generator)[..., turn, :]
+    kept = compress(q, k, v, policy={"compress": scorer, "base": base, "window": 1}, budget=6)
+    if base != "h2o":  # whose sums favour early tokens
+        scores = kept.scores[0][0, :39]
+        assert len(scores[::2].unique()) == len(scores[1::2].unique()) == 1
+        best = sorted(range(39), key=lambda j: (-scores[j].item(), j))[:5]
+        assert kept.positions[0][0].tolist() == [*sorted(best), 39]
+
+
+def test_d2o_merges_all_when_every_evicted_token_has_a_twin():
+    """Cosines of 1 but for rounding: all reach their mean."""
+    k = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    k = k[:, :, torch.arange(12) % 4]
+    v = torch.arange(12.0)[None, None, :, None].expand(1, 1, 12, 4)
+    kept = compress(torch.zeros(1, 1, 12, 4), k, v, policy="d2o", budget=8)
+    assert kept.positions[0][0].tolist() == [0, 1, 2, 3, 4, 5, 10, 11]
+    torch.testing.assert_close(kept.values[0][0, :4, 0], torch.tensor([4.0, 5.0, 4.0, 5.0]))

@@ -55,7 +55,8 @@ def compress(
 ) -> Compressed:
     """Compress one prompt's cache as the engine does at the end of its prefill.
 
-    A prompt that its budget holds comes back whole, all scores +inf.
+    A prompt that its budget holds, or that whole pages would not shorten, comes back whole, all
+    scores +inf.
 
     Args:
         queries: ``[L, Hq, S, D]`` any float dtype, rotated; read in float32.
@@ -71,9 +72,9 @@ def compress(
 
     Raises:
         ConfigError: `policy` or `budget` is wrong.
-        ValueError: the tensors' shapes or dtypes do not fit each other.
+        ValueError: the tensors' shapes or dtypes do not fit each other, or `scale` is not finite.
     """
-    _check(queries, keys, values, page_size)
+    _check(queries, keys, values, page_size, scale)
     given: Any = {"compress": policy} if isinstance(policy, str) else policy
     if isinstance(given, Mapping):
         given = {**given, "budget": budget}
@@ -160,12 +161,19 @@ def _whole(keys: torch.Tensor, values: torch.Tensor) -> Compressed:
     )
 
 
-def _check(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int) -> None:
+def _check(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_size: int,
+    scale: float | None,
+) -> None:
     def require(ok: bool, rule: str, got: object) -> None:
         if not ok:
             raise ValueError(f"compress: {rule}; got {got}")
 
     for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+        require(isinstance(tensor, torch.Tensor), f"{name} must be a torch tensor", type(tensor))
         require(tensor.dim() == 4, f"{name} must be [L, H, S, D]", tuple(tensor.shape))
         require(tensor.dtype in DTYPES, f"{name} must be one of {DTYPES}", tensor.dtype)
     require(keys.shape == values.shape, f"values must be {tuple(keys.shape)}", tuple(values.shape))
@@ -178,3 +186,5 @@ def _check(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page
     require(queries.shape == want, f"queries must be {want}", tuple(queries.shape))
     whole = isinstance(page_size, int) and page_size >= 1
     require(whole, "page_size must be a whole number, at least 1", page_size)
+    finite = scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale))
+    require(finite, "scale must be a finite number, or None for D ** -0.5", scale)

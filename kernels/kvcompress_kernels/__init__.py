@@ -8,6 +8,7 @@ from kvcompress_kernels.ops import (
     scatter_kept,
     window_scores,
 )
+from kvcompress_kernels.select_ops import select, select_chunks
 from kvcompress_kernels.whole_prompt_ops import column_sums, merge_evicted, value_scores
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "merge_evicted",
     "page_tables",
     "scatter_kept",
+    "select",
+    "select_chunks",
     "value_scores",
     "window_scores",
 ]

@@ -10,6 +10,7 @@ import torch
 
 KEPT = 4096  # kept tokens in a tile
 COSINES = 8 << 20  # bytes of one tile's cosines
+ROUNDING = 2.0**-21  # of a float32 cosine, four units in its last place
 
 
 def run(
@@ -48,8 +49,8 @@ def run(
             u[:, tile] = torch.where(better, top, u[:, tile])
             near[:, tile] = torch.where(better, at + first, near[:, tile])
 
-    # in float64 the mean of equal cosines is that cosine, and all of them are merged
-    merged = u >= u.mean(1, keepdim=True, dtype=torch.float64)
+    # cosines that are equal but for rounding are all merged
+    merged = u >= u.mean(1, keepdim=True, dtype=torch.float64) - ROUNDING
     near += count * head
     weight = u.exp() * merged
     total = weight.new_zeros(heads * count).index_add_(0, near.flatten(), weight.flatten())

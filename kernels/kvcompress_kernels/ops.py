@@ -33,6 +33,11 @@ def require(ok: bool, op: str, rule: str, got: object) -> None:
         raise ValueError(f"{op}: {rule}; got {got}")
 
 
+def triton_takes(tensor: torch.Tensor) -> bool:
+    """Whether an op on `tensor` runs its Triton kernels; the reference runs everywhere else."""
+    return tensor.is_cuda
+
+
 def window_scores(
     query: torch.Tensor,
     key_pages: torch.Tensor,
@@ -72,7 +77,10 @@ def window_scores(
     require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
     want = -(-tokens // block)
     require(pages.shape == (want,), name, f"pages must be [{want}]", tuple(pages.shape))
-    from kvcompress_kernels.window_scores_ref import run
+    if triton_takes(query):
+        from kvcompress_kernels.window_scores_triton import run
+    else:
+        from kvcompress_kernels.window_scores_ref import run
 
     return run(query, key_pages, pages, tokens, scale, variance)
 
@@ -97,7 +105,10 @@ def gather_kept(
         ValueError: n is not a multiple of the block size, or the heads differ.
     """
     _check_kept("gather_kept", key_pages, value_pages, kept)
-    from kvcompress_kernels.compact_ref import gather
+    if triton_takes(key_pages):
+        from kvcompress_kernels.compact_triton import gather
+    else:
+        from kvcompress_kernels.compact_ref import gather
 
     return gather(key_pages, value_pages, pages, kept)
 
@@ -120,7 +131,10 @@ def scatter_kept(
         f"destination must name {len(keys)} pages",
         len(destination),
     )
-    from kvcompress_kernels.compact_ref import scatter
+    if triton_takes(key_pages):
+        from kvcompress_kernels.compact_triton import scatter
+    else:
+        from kvcompress_kernels.compact_ref import scatter
 
     scatter(key_pages, value_pages, keys, values, destination)
 
@@ -195,7 +209,10 @@ def page_tables(
         (tuple(packed.shape), tuple(num_packed.shape)),
     )
     require(width > 0, "page_tables", "block_table must have columns", width)
-    from kvcompress_kernels.page_tables_ref import run
+    if triton_takes(block_table):
+        from kvcompress_kernels.page_tables_triton import run
+    else:
+        from kvcompress_kernels.page_tables_ref import run
 
     return run(
         block_table,

@@ -1,8 +1,9 @@
 """Reference of `value_scores`: float32, tiled over tokens, the values read twice.
 
 The difference ``o - v_j`` is formed before its norm: expanding the square would cancel. Near a
-weight of 1 both it and ``1 - h_j`` vanish while their ratio does not. One token at most of a query
-head can come near 1, the heaviest, and it is scored as ``h_j * || o_without_j - v_j ||``.
+weight of 1 both it and ``1 - h_j`` vanish while their ratio does not. One token of a query head can
+have more than half of the weight: it is scored as ``h_j * || o_without_j - v_j ||``, and what the
+others have is added up. Below that all tokens go one way, so that equal ones tie.
 """
 
 import torch
@@ -37,8 +38,8 @@ def run(
         o += v.sum(1, keepdim=True) if fast else others[..., token] @ v
     if fast:
         o /= tokens
-    else:
-        rest = others.sum(-1, keepdim=True)
+    rest = others.sum(-1, keepdim=True)  # [Hkv, G, 1]
+    if not fast:
         apart = torch.linalg.vector_norm(o / rest - values(heaviest), dim=-1, keepdim=True)
         o += top * values(heaviest)
 
@@ -46,10 +47,11 @@ def run(
     for token in tiles:
         distance = torch.linalg.vector_norm(o.unsqueeze(2) - values(token).unsqueeze(1), dim=-1)
         share = h[..., token]
-        change = share / (1 - share).clamp_min(1e-6) * distance  # [Hkv, G, n]
+        most = (share > 0.5) & (rest > 0)
+        left = torch.where(most, rest, 1 - share).clamp_min(1e-6)
+        change = share / left * distance  # [Hkv, G, n]
         if not fast:
-            alone = (token == heaviest[..., None]) & (rest > 0)
-            change = torch.where(alone, top * apart, change)
+            change = torch.where(most, top * apart, change)
         scores[:, token] = (
             change.mean(1) if reduce == "mean" else torch.linalg.vector_norm(change, dim=1)
         )

@@ -6,7 +6,7 @@ prompt. Slots of the last page from `tokens` on are read into no result. All mat
 
 import torch
 
-from kvcompress_kernels.ops import require
+from kvcompress_kernels.ops import require, triton_takes
 
 
 def column_sums(
@@ -39,7 +39,10 @@ def column_sums(
     require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
     require(0 < count <= tokens, name, "0 < T <= tokens must hold", (count, tokens))
     _check_pages(name, pages, tokens, block)
-    from kvcompress_kernels.column_sums_ref import run
+    if triton_takes(query):
+        from kvcompress_kernels.column_sums_triton import run
+    else:
+        from kvcompress_kernels.column_sums_ref import run
 
     return run(query, key_pages, pages, tokens, scale)
 
@@ -57,9 +60,9 @@ def value_scores(
 
     ``c_j = h_j / (1 - h_j) * ||o - v_j||_2`` for each query head's weights h, with
     ``o = sum_j h_j v_j``; exact if h is an attention row. ``1 - h_j`` is clamped at 1e-6, but for
-    the heaviest token of a row, whose c is ``h_j * ||o_without_j - v_j||``, the same and precise
-    up to a weight of 1; `fast` has no such form. c is then reduced over the query heads of a KV
-    head.
+    a token of more than half of a row's weight, whose c is ``h_j * ||o_without_j - v_j||``, the
+    same and precise up to a weight of 1; `fast` has no such form. c is then reduced over the query
+    heads of a KV head.
 
     Args:
         weights: ``[Hq, tokens]`` float32, >= 0, rows that sum to 1; values unchecked.
@@ -88,7 +91,10 @@ def value_scores(
         heads > 0 and heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads
     )
     _check_pages(name, pages, tokens, block)
-    from kvcompress_kernels.value_scores_ref import run
+    if triton_takes(weights):
+        from kvcompress_kernels.value_scores_triton import run
+    else:
+        from kvcompress_kernels.value_scores_ref import run
 
     return run(weights, value_pages, pages, tokens, fast, reduce)
 
@@ -104,7 +110,8 @@ def merge_evicted(
 
     Per KV head, each evicted token i has its nearest kept token ``near(i) = argmax_j u_ij`` (ties
     to the earlier j), ``u_ij = cos(k_i, k_j)``, norms clamped at 1e-12. It is merged iff
-    ``u_i = max_j u_ij`` is at least the mean of u over the evicted tokens, else dropped. With e
+    ``u_i = max_j u_ij`` is at least the mean of u over the evicted tokens, up to rounding, so that
+    equal cosines are all merged; else it is dropped. With e
     Euler's number and E_j merged into j, all at once:
     ``k_j <- (e k_j + sum_{i in E_j} exp(u_i) k_i) / (e + sum_{i in E_j} exp(u_i))``, values
     likewise. The paper's eq. 12 repeats the sum in its first weight, read as a typo here.
@@ -142,7 +149,10 @@ def merge_evicted(
     count = kept.shape[1]
     require(0 < count <= tokens, name, "0 < n <= tokens must hold", (count, tokens))
     _check_pages(name, pages, tokens, block)
-    from kvcompress_kernels.merge_ref import run
+    if triton_takes(key_pages):
+        from kvcompress_kernels.merge_triton import run
+    else:
+        from kvcompress_kernels.merge_ref import run
 
     return run(key_pages, value_pages, pages, tokens, kept)
 

@@ -1,12 +1,33 @@
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import compact, gather_kept, scatter_kept
+from kvcompress_kernels import compact, compact_ref, gather_kept, scatter_kept
 
-prop = settings(derandomize=True, deadline=None, max_examples=40)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
 INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+MORE_INTS = {torch.float8_e4m3fn: torch.int8, torch.uint8: torch.int8, torch.float64: torch.int64}
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.fixture
+def triton():
+    """The kernels themselves, where they run: on a GPU, or in the interpreter."""
+    if not INTERPRETED and DEVICE == "cpu":
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1")
+    from kvcompress_kernels import compact_triton
+
+    return compact_triton
 
 
 def cache(count, heads, dim, block, dtype=torch.bfloat16, layout="split", value_dim=None):
@@ -25,13 +46,14 @@ def cache(count, heads, dim, block, dtype=torch.bfloat16, layout="split", value_
 
 
 def bits(shape, dtype):
-    kind = INTS[dtype]
+    kind = (INTS | MORE_INTS)[dtype]
     info = torch.iinfo(kind)
-    return torch.randint(info.min, info.max + 1, shape, dtype=torch.int64).to(kind).view(dtype)
+    high = min(info.max + 1, 2**63 - 1)
+    return torch.randint(info.min, high, shape, dtype=torch.int64).to(kind).view(dtype)
 
 
 def raw(x):
-    return x.contiguous().view(INTS[x.dtype])
+    return x.contiguous().view((INTS | MORE_INTS)[x.dtype])
 
 
 def same(a, b):
@@ -190,3 +212,149 @@ def test_scatter_checks_the_number_of_pages(wanted):
     with pytest.raises(ValueError, match="scatter_kept"):
         compact(k, v, torch.arange(2), kept, torch.arange(wanted))
     assert same(k, before)
+
+
+# -- the moves of a whole step ------------------------------------------------------------------
+
+
+def ints(x):
+    return x.view((INTS | MORE_INTS)[x.dtype])
+
+
+def step(counts, full, heads, dim, block, *, spare=0, **how):
+    """A cache, and what moves in it: rows of prompts of up to `full` pages, ragged `counts`.
+
+    Entries of the tables that no row needs name a guard page or position 0 of the prompt:
+    whoever follows them writes what the test compares.
+    """
+    rows, most = len(counts), max(counts) + spare
+    total = rows * (full + most) + 1
+    k, v = cache(total, heads, dim, block, **how)
+    order = torch.randperm(total)
+    guard, sources, targets = order[0], order[1:][: rows * full], order[1 + rows * full :]
+    sources, targets = sources.view(rows, full), targets[: rows * most].view(rows, most)
+    kept = torch.zeros(rows, heads, most * block, dtype=torch.int32)
+    for n, count in enumerate(counts):
+        kept[n, :, : count * block] = choose(full, heads, block, count)
+        targets[n, count:] = guard
+    return k, v, sources, kept, torch.tensor(counts, dtype=torch.int32), targets
+
+
+def moved_row_by_row(k, v, sources, kept, counts, targets):
+    """What the cache must hold: the reference on every row, all read before any is written."""
+    block, want = k.shape[3], (ints(k).clone(), ints(v).clone())
+    packed = [
+        compact_ref.gather(ints(k), ints(v), pages, row[:, : count * block].long())
+        for pages, row, count in zip(sources, kept, counts.tolist(), strict=True)
+    ]
+    for (keys, values), pages in zip(packed, targets, strict=True):
+        compact_ref.scatter(*want, keys, values, pages[: len(keys)])
+    return want
+
+
+def check_move(triton, case):
+    want = moved_row_by_row(*case)
+    triton.move_batch(*case)
+    assert torch.equal(ints(case[0]), want[0])
+    assert torch.equal(ints(case[1]), want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("counts", [[2], [0], [3, 0, 1], [1, 4, 4]], ids=str)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_move_batch_equals_the_reference_by_rows(triton, layout, counts, spare):
+    check_move(triton, step(counts, 4, 3, 8, 4, layout=layout, spare=spare))
+
+
+@pytest.mark.parametrize("dtype", [*INTS, *MORE_INTS], ids=str)
+def test_move_batch_keeps_every_bit(triton, dtype):
+    check_move(triton, step([2, 1], 3, 2, 16, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim", "block"),
+    [(1, 64, 64, 16), (3, 80, 80, 16), (2, 96, 64, 5), (1, 128, 128, 128), (1, 256, 6, 33)],
+)
+def test_shapes_of_models(triton, layout, heads, dim, value_dim, block):
+    """Head dims that are no power of two, blocks that do not divide a program's rows."""
+    check_move(triton, step([2, 1], 3, heads, dim, block, layout=layout, value_dim=value_dim))
+
+
+def test_a_block_as_long_as_the_prompt(triton):
+    check_move(triton, step([1, 1], 1, 2, 128, 150))
+
+
+@pytest.mark.parametrize("kept_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("pages_dtype", [torch.int32, torch.int64])
+def test_tables_of_either_int_in_slices_of_larger_buffers(triton, kept_dtype, pages_dtype):
+    k, v, sources, kept, counts, targets = step([2, 1, 3], 3, 2, 8, 4)
+    pad = torch.nn.functional.pad
+    sources = pad(sources, (2, 1), value=-1).to(pages_dtype)[:, 2:-1]
+    kept = pad(kept, (3, 2), value=-1).to(kept_dtype)[:, :, 3:-2]
+    targets = pad(targets, (1, 1), value=-1).to(pages_dtype).T.contiguous().T[:, 1:-1]
+    want = moved_row_by_row(k, v, sources.long(), kept, counts, targets.long())
+    triton.move_batch(k, v, sources, kept, counts, targets)
+    assert torch.equal(ints(k), want[0])
+    assert torch.equal(ints(v), want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_that_overlap_their_sources(triton, layout):
+    """Row 0 goes onto the pages of row 1 and the other way round: gather all, then scatter all."""
+    k, v, sources, kept, counts, targets = step([3, 2], 3, 2, 8, 4, layout=layout)
+    targets[0], targets[1, :2] = sources[1], sources[0, 1:]
+    want = moved_row_by_row(k, v, sources, kept, counts, targets)
+    keys, values = triton.gather_batch(k, v, sources, kept, counts)
+    assert keys.shape == (2, 3, 2, 8, 4)
+    assert values.shape == (2, 3, 2, 4, 8)
+    triton.scatter_batch(k, v, keys, values, counts, targets)
+    assert torch.equal(ints(k), want[0])
+    assert torch.equal(ints(v), want[1])
+
+
+def test_nothing_to_move(triton):
+    k, v = cache(2, 2, 8, 4)
+    before = k.clone(), v.clone()
+    pages, counts = torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    triton.move_batch(k, v, pages, torch.zeros(0, 2, 4, dtype=torch.int32), counts, pages)
+    one = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    triton.move_batch(k, v, one[0], torch.zeros(1, 2, 0, dtype=torch.int32), one[1], one[0][:, :0])
+    assert same(k, before[0])
+    assert same(v, before[1])
+
+
+def test_beyond_two_to_the_31_elements(triton):
+    """Memory that nobody touches is never made, so this costs a few KiB on a CPU."""
+    s_page, heads, block, dim = 2**30 + 16, 2, 4, 16
+    store = torch.empty(2 * s_page + 4096, dtype=torch.uint8)
+    k = store.as_strided((3, heads, dim, block), (s_page, 2 * block * dim, 1, dim))
+    v = store.as_strided((3, heads, block, dim), (s_page, 2 * block * dim, dim, 1), block * dim)
+    for to in (0, 2):
+        pages = torch.tensor([[2 - to]], dtype=torch.int32)
+        k[2 - to], v[2 - to] = (bits(x.shape[1:], torch.uint8) for x in (k, v))
+        k[to], v[to] = 0, 0
+        kept = torch.tensor([3, 0, 1, 2], dtype=torch.int32).expand(1, heads, -1)
+        counts = torch.ones(1, dtype=torch.int32)
+        triton.move_batch(k, v, pages, kept, counts, 2 - pages)
+        assert torch.equal(k[to], k[2 - to][:, :, [3, 0, 1, 2]])
+        assert torch.equal(v[to], v[2 - to][:, [3, 0, 1, 2]])
+
+
+def test_batches_check_shapes(triton):
+    k, v, sources, kept, counts, targets = step([2, 1], 3, 2, 8, 4)
+    for wrong in (
+        (sources[:1], kept, counts, targets),
+        (sources, kept[:, :1], counts, targets),
+        (sources, kept, counts[:1], targets),
+        (sources, kept, counts, targets[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"move_batch: .*; got"):
+            triton.move_batch(k, v, *wrong)
+    with pytest.raises(ValueError, match=r"gather_batch: .*; got"):
+        triton.gather_batch(k, v, sources[:1], kept, counts)
+    keys, values = triton.gather_batch(k, v, sources, kept, counts)
+    with pytest.raises(ValueError, match=r"scatter_batch: .*; got"):
+        triton.scatter_batch(k, v, keys, values, counts, targets[:, :1])
+    with pytest.raises(ValueError, match=r"scatter: .*; got"):
+        triton.scatter_batch(k, v, keys.float(), values, counts, targets)

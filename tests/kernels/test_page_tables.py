@@ -1,17 +1,37 @@
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import page_tables
+from kvcompress_kernels import page_tables, page_tables_ref
 
-prop = settings(derandomize=True, deadline=None, max_examples=60)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 60)
 i32 = torch.int32
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.fixture
+def triton():
+    """The kernel itself, where it runs: on a GPU, or in the interpreter."""
+    if not INTERPRETED and DEVICE == "cpu":
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1")
+    from kvcompress_kernels import page_tables_triton
+
+    return page_tables_triton
 
 
 def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
     """A random batch: some rows compressed, tables padded with the null block 0."""
-    generator = torch.Generator().manual_seed(torch.initial_seed())
+    generator = torch.Generator(DEVICE).manual_seed(torch.initial_seed())
 
     def pick(low, high):
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -222,3 +242,144 @@ def test_shapes_are_checked(change):
     call(good)
     with pytest.raises(ValueError, match=r"page_tables: |values to unpack"):
         call(good | change)
+
+
+# -- persistent buffers ---------------------------------------------------------------------------
+
+STALE = -5
+
+
+def into(triton, case, layer_offset, stride, block, *, live, rows, width, slots=None):
+    """`run_into` buffers that hold `STALE`; the compression state of the rows lies in `slots`."""
+    table, lengths, packed, count, first = case
+    here = len(table)
+    slots = torch.randperm(here + 3)[:here].int() if slots is None else slots
+    held = [torch.full((here + 3, *x.shape[1:]), 77, dtype=i32) for x in (packed, count, first)]
+    for pool, x in zip(held, (packed, count, first), strict=True):
+        pool[slots.long()] = x
+    layers = len(layer_offset)
+    out = torch.full((layers, rows, width), STALE, dtype=i32)
+    out_lengths = torch.full((layers, rows), STALE, dtype=i32)
+    scalar = torch.tensor(live, dtype=i32)
+    triton.run_into(
+        table, lengths, *held, layer_offset, stride, block, slots, scalar, out, out_lengths
+    )
+    return out, out_lengths
+
+
+def check_into(triton, out, out_lengths, case, layer_offset, stride, block, live):
+    want, want_lengths = page_tables_ref.run(*case, layer_offset, stride, block)
+    layers, rows, width = out.shape
+    assert torch.equal(out_lengths[:, :live], want_lengths[:, :live])
+    assert not out_lengths[:, live:].any()
+    for layer in range(layers):
+        for r in range(rows):
+            used = -(-int(out_lengths[layer, r]) // block)
+            written = min(-(-max(used, 1) // triton.COLUMNS) * triton.COLUMNS, width)
+            got = out[layer, r].tolist()
+            if r < live:
+                assert got[:used] == want[layer, r, :used].tolist()
+                owned = {int(layer_offset[layer]) + stride * b for b in [0, *case[0][r].tolist()]}
+                assert set(got[used:written]) <= owned
+            else:
+                assert set(got[:written]) == {int(layer_offset[layer])}
+            assert set(got[written:]) <= {STALE}
+
+
+@pytest.mark.parametrize("layout", ["compact", "outermost"])
+@pytest.mark.parametrize("live", [0, 1, 3, 5])
+@pytest.mark.parametrize(("layers", "width"), [(1, 7), (3, 128), (9, 300)])
+def test_run_into_equals_the_reference_by_rows(triton, layout, live, layers, width):
+    """Also with buffers of more rows and columns than the step has."""
+    case = batch(5, layers, width - 2, 16, blocks_in_pool=400)
+    ids = *flat_ids(layout, layers, 400), 16
+    out = into(triton, case, *ids, live=live, rows=7, width=width)
+    check_into(triton, *out, case, *ids, live)
+
+
+def test_run_into_without_splitting_the_columns(triton, monkeypatch):
+    """As in a grid that is full of rows already."""
+    monkeypatch.setattr(triton, "PROGRAMS", 1)
+    case = batch(4, 2, 300, 16, blocks_in_pool=400)
+    ids = *flat_ids("compact", 2, 400), 16
+    out = into(triton, case, *ids, live=3, rows=4, width=300)
+    check_into(triton, *out, case, *ids, 3)
+
+
+def test_uncompressed_requests_share_a_slot(triton):
+    table = torch.randint(1, 50, (3, 6), dtype=i32)
+    lengths = torch.tensor([1, 33, 96], dtype=i32)
+    empty = torch.zeros(1, 2, 4, dtype=i32), torch.zeros(1, 2, dtype=i32), torch.zeros(1, dtype=i32)
+    offset, stride = flat_ids("outermost", 2, 50)
+    out, out_lengths = (torch.full(shape, STALE, dtype=i32) for shape in ((2, 3, 6), (2, 3)))
+    slots, live = torch.zeros(3, dtype=i32), torch.tensor(3, dtype=i32)
+    triton.run_into(table, lengths, *empty, offset, stride, 16, slots, live, out, out_lengths)
+    assert torch.equal(out, table * stride + offset[:, None, None])
+    assert torch.equal(out_lengths, lengths.expand(2, 3))
+
+
+def test_run_into_slices_of_larger_buffers(triton):
+    case = batch(3, 2, 6, 16)
+    ids = *flat_ids("compact", 2, 50), 16
+    out, out_lengths = torch.full((2, 8, 20), STALE, dtype=i32), torch.zeros(2, 8, dtype=i32)
+    views = out[:, 2:5, 4:10], out_lengths[:, 2:5]
+    slots, live = torch.arange(3, dtype=i32), torch.tensor(3, dtype=i32)
+    triton.run_into(*case, *ids, slots, live, *views)
+    check_into(triton, *views, case, *ids, 3)
+    views[0].fill_(STALE)
+    assert (out == STALE).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_run_into_inside_a_cuda_graph(triton):
+    """Captured with one row; replayed for whatever the inputs hold by then."""
+    ids = *flat_ids("compact", 2, 400), 16
+    case = batch(4, 2, 200, 16, blocks_in_pool=400, capacity=200)
+    slots, live = torch.arange(4, dtype=i32), torch.tensor(1, dtype=i32)
+    out, out_lengths = torch.zeros(2, 4, 200, dtype=i32), torch.zeros(2, 4, dtype=i32)
+    triton.run_into(*case, *ids, slots, live, out, out_lengths)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton.run_into(*case, *ids, slots, live, out, out_lengths)
+    for rows in (4, 2):
+        torch.manual_seed(rows)
+        for held, fresh in zip(case, batch(4, 2, 200, 16, 400, 200), strict=True):
+            held.copy_(fresh)
+        live.fill_(rows)
+        out.fill_(STALE)
+        graph.replay()
+        check_into(triton, out, out_lengths, case, *ids, rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_table": torch.zeros(3, 0, dtype=i32)},
+        {"seq_lens": torch.zeros(3, dtype=torch.int64)},
+        {"packed": torch.zeros(4, 1, 5, dtype=i32)},
+        {"packed": torch.zeros(4, 5, 2, dtype=i32).transpose(1, 2)},
+        {"num_packed": torch.zeros(3, 2, dtype=i32)},
+        {"layer_offset": torch.zeros(3, dtype=i32)},
+        {"live": torch.zeros(1, dtype=i32)},
+        {"out_lengths": torch.zeros(2, 3, dtype=i32)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_run_into_checks_its_tensors(triton, change):
+    shapes = {
+        "block_table": (3, 6),
+        "seq_lens": (3,),
+        "packed": (4, 2, 5),
+        "num_packed": (4, 2),
+        "first_block": (4,),
+        "layer_offset": (2,),
+        "slots": (3,),
+        "live": (),
+        "out_tables": (2, 4, 6),
+        "out_lengths": (2, 4),
+    }
+    good = {name: torch.zeros(shape, dtype=i32) for name, shape in shapes.items()}
+    triton.run_into(**good, block_stride=1, block_size=16)
+    with pytest.raises(ValueError, match="page_tables: "):
+        triton.run_into(**good | change, block_stride=1, block_size=16)

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ from hypothesis import strategies as st
 from kvcompress_kernels import value_scores, value_scores_ref
 from paging import Largest, paged_values
 
-prop = settings(derandomize=True, deadline=None, max_examples=25)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
+prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
 
 
@@ -162,6 +166,18 @@ def test_change_of_the_output_near_a_weight_of_one(rest, reduce):
     assert score(h, v.float(), reduce=reduce)[0, 5].item() == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("rest", [1e-5, 1e-3, 0.1])
+def test_fast_near_a_weight_of_one(rest):
+    v = random(1, 1, 33, 8)[1]
+    h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(33)) * rest).float()[None]
+    h[0, 5] = 0
+    left = h.double().sum().item()
+    h[0, 5] = 1 - left
+    want = (1 - left) / left * torch.linalg.vector_norm(v[0].float().mean(0) - v[0, 5]).item()
+    assert score(h, v.float(), fast=True)[0, 5].item() == pytest.approx(want, rel=1e-4)
+
+
 def test_denominator_is_clamped():
     h, v = torch.tensor([[1.0, 0.0]]), torch.tensor([[[4.0], [0.0]]])
     assert score(h, v, fast=True)[0, 0].item() == pytest.approx(2e6, rel=1e-5)
@@ -175,6 +191,7 @@ def test_values_far_from_zero():
     np.testing.assert_allclose(score(h, compared), want, rtol=0.02)
 
 
+@pytest.mark.reference
 @pytest.mark.parametrize("size", [1, 7 * 6 * 32, 10**9])
 @pytest.mark.parametrize("fast", [False, True])
 def test_tiles_do_not_matter(fast, size, monkeypatch):
@@ -209,6 +226,7 @@ def test_strided_weights():
     assert torch.equal(score(strided, v), score(strided.contiguous(), v))
 
 
+@pytest.mark.reference
 def test_temporaries_stay_small():
     """o - v_j for all tokens at once would take 35 MB."""
     value_pages, pages = torch.randn(1, 3, 15000, 64), torch.tensor([0])
@@ -216,6 +234,66 @@ def test_temporaries_stay_small():
     with Largest() as seen:
         value_scores(h, value_pages, pages, 15000, fast=False, reduce="mean")
     assert seen.size <= value_scores_ref.DIFFERENCES
+
+
+def batch(heads, kv_heads, lengths, dim, dtype):
+    """Prompts in one page array: weights ``[N, Hq, S]``, value_pages, pages ``[N, W]``.
+
+    Weights past a prompt, and the page that fills the table, are NaN.
+    """
+    h = torch.full((len(lengths), heads, max(lengths)), torch.nan)
+    views, tables = [], []
+    for n, tokens in enumerate(lengths):
+        h[n, :, :tokens], v = random(heads, kv_heads, tokens, dim, seed=n, sharpness=3.0)
+        view, table = paged_values(v, 16, seed=n, dtype=dtype)
+        tables.append(table + sum(map(len, views)))
+        views.append(view)
+    views.append(torch.full_like(views[0][:1], torch.nan))
+    order = torch.randperm(sum(map(len, views)), generator=torch.Generator().manual_seed(0))
+    pages = torch.full((len(lengths), max(map(len, tables))), len(order) - 1)
+    for row, table in zip(pages, tables, strict=True):
+        row[: len(table)] = table
+    return h, torch.cat(views)[order], order.argsort()[pages]
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [[75], [1, 2100, 1025]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("fast", "reduce"), [(False, "mean"), (False, "l2"), (True, "mean")], ids=str
+)
+def test_batch_equals_its_prompts(fast, reduce, dtype, lengths):
+    """Lengths about a split of the tokens."""
+    from kvcompress_kernels import value_scores_triton
+
+    h, view, pages = batch(6, 2, lengths, 8, dtype)
+    got = value_scores_triton.run_batch(h, view, pages, torch.tensor(lengths), fast, reduce)
+    assert got.shape == (len(lengths), 2, max(lengths))
+    for n, tokens in enumerate(lengths):
+        mine = pages[n, : -(-tokens // 16)]
+        want = value_scores_ref.run(h[n, :, :tokens], view, mine, tokens, fast, reduce)
+        torch.testing.assert_close(got[n, :, :tokens], want, **close)
+        assert (got[n, :, tokens:] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("at", [0, 1023, 1024, 1500])
+@pytest.mark.parametrize("rest", [1e-30, 1e-7, 1e-3])
+def test_change_of_the_output_near_a_weight_of_one_across_splits(rest, at):
+    v = random(1, 1, 1600, 4)[1]
+    h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(1600)) * rest).float()[None]
+    h[0, at] = 1 - rest
+    others = np.delete(h[0].double().numpy(), at)
+    left = (others / others.sum()) @ np.delete(v[0].float().double().numpy(), at, 0)
+    want = h[0, at].item() * np.linalg.norm(left - v[0, at].float().double().numpy())
+    assert score(h, v.float())[0, at].item() == pytest.approx(want, rel=1e-4)
+
+
+@interpreted
+def test_triton_refuses_float64():
+    h, v = random(2, 1, 20, 4)
+    with pytest.raises(ValueError, match=r"got torch\.float64"):
+        score(h, v, dtype=torch.float64)
 
 
 GOOD = {

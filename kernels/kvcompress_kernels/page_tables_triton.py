@@ -1,0 +1,292 @@
+"""Triton kernel of `page_tables`, and its form that fills persistent buffers inside a CUDA graph.
+
+The tables of 256 requests x 128 layers x 8192 columns are 1 GiB, of which a step reads what its
+lengths cover. So a program owns one request and a group of layers, and walks over the columns
+those layers need; several programs split a walk, enough of them that short batches fill the GPU
+and few enough that a grid made for the largest batch is no burden when most rows are dead (a
+program for each tile of the largest tables would be 262,144 programs that only look and leave).
+The layers of a group are the rows of one tile: they share the request's block ids.
+
+A row beyond the live ones is a request with nothing: every count 0 and only the null block 0.
+It takes the same path.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.builds import Build
+from kvcompress_kernels.ops import require
+
+COLUMNS = 128
+WARPS = 4
+PROGRAMS = 4096
+"""About two waves of 16 programs on each of an H200's 132 multiprocessors."""
+
+
+# These differ by batch; the launcher would compile anew for 1 and for multiples of 16.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["layers", "rows", "table_width", "splits", "block_stride"]
+)
+def _page_tables_kernel(  # type: ignore[no-untyped-def]
+    block_table,  # [>= live, table_width]
+    seq_lens,  # [>= live]
+    packed,  # [slots, L, C]
+    num_packed,  # [slots, L]
+    first_block,  # [slots]
+    layer_offset,  # [L]
+    slots,  # [>= live] or None: row r has slot r
+    live,  # [] or None: all rows
+    tables,  # [L, rows, width]
+    lengths,  # [L, rows]
+    layers,
+    rows,
+    width,
+    table_width,
+    splits,
+    block_stride,
+    s_block_table,
+    s_packed_slot,
+    s_packed_layer,
+    s_num_packed,
+    s_tables_layer,
+    s_tables_row,
+    s_lengths,
+    BLOCK: tl.constexpr,
+    LAYERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,  # fill every column, needed or not
+):
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(0) % splits
+    layer = (tl.program_id(0) // splits * LAYERS + tl.arange(0, LAYERS)).to(tl.int64)
+    real = layer < layers
+    used = row < rows
+    if live is not None:
+        used = row < tl.load(live)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row, mask=used, other=0).to(tl.int64)
+
+    first = tl.load(first_block + slot, mask=used, other=0)
+    tokens = tl.load(seq_lens + row, mask=used, other=0)
+    owned = layer < tl.where(used, layers, 0)
+    count = tl.load(num_packed + slot * s_num_packed + layer, mask=owned, other=0)
+    offset = tl.load(layer_offset + layer, mask=real, other=0)
+    length = tokens + (count - first) * BLOCK  # [LAYERS]
+    if split == 0:
+        tl.store(lengths + layer * s_lengths + row, length, mask=real)
+    if WHOLE:
+        needed = tl.full([LAYERS], 0, tl.int32) + width
+    else:
+        # a row of length 0 gets its first tile too: the null block
+        needed = tl.minimum(tl.maximum(tl.cdiv(length, BLOCK), 1), width)
+    needed = tl.where(real, needed, 0)
+
+    from_packed = packed + slot * s_packed_slot + layer * s_packed_layer
+    to_table = tables + layer * s_tables_layer + row * s_tables_row
+    for start in range(split * COLUMNS, tl.max(needed), splits * COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        wanted = (start < needed)[:, None]  # constant along columns: stores stay wide
+        is_packed = column < count[:, None]
+        page = tl.load(from_packed[:, None] + column, mask=wanted & is_packed, other=0)
+        source = column - count[:, None] + first
+        source = tl.minimum(tl.maximum(source, 0), table_width - 1)
+        ordinary = wanted & ~is_packed & owned[:, None]
+        block = tl.load(block_table + row * s_block_table + source, mask=ordinary, other=0)
+        page = tl.where(is_packed, page, block * block_stride + offset[:, None])
+        tl.store(to_table[:, None] + column, page, mask=wanted & (column < width))
+
+
+def run(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (rows, width), layers = block_table.shape, len(layer_offset)
+    tables = block_table.new_empty(layers, rows, width, dtype=torch.int32)
+    lengths = block_table.new_empty(layers, rows, dtype=torch.int32)
+    _launch(
+        _dense(block_table),
+        _dense(seq_lens),
+        _dense(packed),
+        _dense(num_packed),
+        _dense(first_block),
+        _dense(layer_offset),
+        block_stride,
+        block_size,
+        None,
+        None,
+        tables,
+        lengths,
+    )
+    return tables, lengths
+
+
+def run_into(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+    slots: torch.Tensor,
+    live: torch.Tensor,
+    out_tables: torch.Tensor,
+    out_lengths: torch.Tensor,
+) -> None:
+    """`page_tables` into buffers that outlive the step; may be captured in a CUDA graph.
+
+    One launch, no allocation, no copy and no sync: its grid depends on the shape of the buffers,
+    all else is read on the device. With ``s = slots[r]``, row ``r < live`` is what `page_tables`
+    says of ``packed[s]``, ``num_packed[s]`` and ``first_block[s]``.
+
+    Args:
+        block_table: ``[>= live, W']`` int32.
+        seq_lens: ``[>= live]`` int32.
+        packed: ``[slots, L, C]`` int32, not by row but by slot.
+        num_packed: ``[slots, L]`` int32.
+        first_block: ``[slots]`` int32.
+        layer_offset: ``[L]`` int32.
+        slots: ``[>= live]`` int32, the slot of each row.
+        live: ``[]`` int32 on the device: rows of this step, at most R.
+        out_tables: ``[L, R, W]`` int32. Of a row's layer the columns that its length covers are
+            written, up to the next multiple of `COLUMNS`; entries beyond keep what they held, so
+            the buffer must be zeroed once. A row from `live` on reads the null block in its first
+            `COLUMNS` columns.
+        out_lengths: ``[L, R]`` int32, all written; 0 from `live` on.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or a last axis is strided.
+    """
+    name, (layers, rows) = "page_tables", out_tables.shape[:2]
+    tensors = (block_table, seq_lens, packed, num_packed, first_block, layer_offset, slots, live)
+    for tensor in (*tensors, out_tables, out_lengths):
+        ok = tensor.dtype == torch.int32 and (tensor.dim() == 0 or tensor.stride(-1) == 1)
+        got = tensor.dtype, tensor.stride()
+        require(ok, name, "all tensors must be int32 with a dense last axis", got)
+    require(block_table.shape[1] > 0, name, "block_table must have columns", block_table.shape)
+    require(live.dim() == 0, name, "live must be a scalar tensor", tuple(live.shape))
+    require(
+        packed.shape[:2] == num_packed.shape == (len(first_block), layers),
+        name,
+        f"packed and num_packed must start with [{len(first_block)}, {layers}]",
+        (tuple(packed.shape), tuple(num_packed.shape)),
+    )
+    require(layer_offset.shape == (layers,), name, f"layer_offset [{layers}]", layer_offset.shape)
+    require(
+        out_lengths.shape == (layers, rows),
+        name,
+        f"out_lengths must be [{layers}, {rows}]",
+        tuple(out_lengths.shape),
+    )
+    _launch(
+        block_table,
+        seq_lens,
+        packed,
+        num_packed,
+        first_block,
+        layer_offset,
+        block_stride,
+        block_size,
+        slots,
+        live,
+        out_tables,
+        out_lengths,
+    )
+
+
+def _launch(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+    slots: torch.Tensor | None,
+    live: torch.Tensor | None,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    layers, rows, width = tables.shape
+    if tables.numel() == 0:
+        return
+    tile = _tile(layers)
+    groups = triton.cdiv(layers, tile)
+    splits = max(1, min(triton.cdiv(width, COLUMNS), PROGRAMS // (rows * groups)))
+    _page_tables_kernel[(splits * groups, rows)](
+        block_table,
+        seq_lens,
+        packed,
+        num_packed,
+        first_block,
+        layer_offset,
+        slots,
+        live,
+        tables,
+        lengths,
+        layers,
+        rows,
+        width,
+        block_table.shape[1],
+        splits,
+        block_stride,
+        block_table.stride(0),
+        *packed.stride()[:2],
+        num_packed.stride(0),
+        *tables.stride()[:2],
+        lengths.stride(0),
+        BLOCK=block_size,
+        LAYERS=tile,
+        COLUMNS=COLUMNS,
+        WHOLE=live is None,
+        num_warps=WARPS,
+    )
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _tile(layers: int) -> int:
+    return min(8, int(triton.next_power_of_2(layers)))
+
+
+def builds() -> list[Build]:
+    """32 layers, block 16, a pool and buffers of 8192 columns; `run` and `run_into`."""
+    pointers = (
+        *("block_table", "seq_lens", "packed", "num_packed", "first_block", "layer_offset"),
+        *("slots", "live", "tables", "lengths"),
+    )
+    sizes = ("layers", "rows", "width", "table_width", "splits", "block_stride")
+    strides = (
+        *("s_block_table", "s_packed_slot", "s_packed_layer", "s_num_packed"),
+        *("s_tables_layer", "s_tables_row", "s_lengths"),
+    )
+    return [
+        Build(
+            name=f"page_tables {name}",
+            kernel=_page_tables_kernel,
+            signature={
+                **{pointer: "*i32" for pointer in pointers if pointer not in absent},
+                **dict.fromkeys((*sizes, *strides), "i32"),
+            },
+            constexprs={
+                **absent,
+                **{"BLOCK": 16, "LAYERS": _tile(32), "COLUMNS": COLUMNS, "WHOLE": bool(absent)},
+            },
+            warps=WARPS,
+            aligned=(*(p for p in pointers if p not in absent), "width", *strides),
+            wide_loads=False,
+        )
+        for name, absent in (("run", {"slots": None, "live": None}), ("run_into", {}))
+    ]

@@ -1,0 +1,66 @@
+"""Reference of `select` and `select_chunks`: stable sorts; how much is kept stays on the device."""
+
+import torch
+
+
+def run(
+    scores: torch.Tensor,
+    columns: torch.Tensor,
+    keep: torch.Tensor,
+    most: int,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    columns, count = columns[:, None], _count(columns, keep, most)
+    column = torch.arange(scores.shape[1], device=scores.device)
+    head = first[:, None].clamp(min=0).minimum(count)
+    tail = last[:, None].clamp(min=0).minimum(count - head)
+    guarded = (column < head) | (column >= columns - tail)
+    group = torch.where(column < columns, torch.where(guarded, 0, 1), 2)
+    order = _plain(scores).sort(dim=1, stable=True, descending=True).indices
+    order = order.gather(1, group.gather(1, order).sort(dim=1, stable=True).indices)
+    kept = torch.zeros_like(group, dtype=torch.bool).scatter_(1, order, column < count)
+    return _positions(kept, most)
+
+
+def chunks(
+    scores: torch.Tensor,
+    columns: torch.Tensor,
+    keep: torch.Tensor,
+    most: int,
+    size: int,
+    heads: int,
+) -> torch.Tensor:
+    columns, count = columns[:, None], _count(columns, keep, most)
+    rows, width = scores.shape
+    column = torch.arange(width, device=scores.device)
+    token = scores.view(rows // heads, heads, width).sum(1, dtype=torch.float64)
+    token = _plain(token).where(column < columns, 0.0)
+    number = -(-width // size)
+    token = torch.nn.functional.pad(token, (0, number * size - width))
+    start = torch.arange(number, device=scores.device) * size
+    length = (columns - start).clamp(0, size)
+    mean = _plain(token.view(len(token), number, size).sum(-1) / length.clamp(min=1))
+    order = mean.where(length > 0, -torch.inf).sort(dim=1, stable=True, descending=True).indices
+    ranked = length.gather(1, order)
+    room = (count - ranked.cumsum(1) + ranked).clamp(min=0)
+    share = torch.empty_like(ranked).scatter_(1, order, ranked.minimum(room))
+    return _positions(column % size < share[:, column // size], most)
+
+
+def _count(columns: torch.Tensor, keep: torch.Tensor, most: int) -> torch.Tensor:
+    """How many positions each row gives, ``[R, 1]``."""
+    return keep.minimum(columns).clamp(0, most)[:, None]
+
+
+def _plain(scores: torch.Tensor) -> torch.Tensor:
+    """NaN as -inf and -0.0 as 0.0, which a sort by bits would tell apart."""
+    return scores.where(~scores.isnan(), -torch.inf).where(scores != 0, 0.0)
+
+
+def _positions(kept: torch.Tensor, most: int) -> torch.Tensor:
+    """``[R, W]`` bool with at most `most` set in each row to ``[R, most]`` int32."""
+    out = torch.full((len(kept), most + 1), -1, dtype=torch.int32, device=kept.device)
+    slot = torch.where(kept, kept.cumsum(1) - 1, most)  # the others meet in a column of their own
+    column = torch.arange(kept.shape[1], dtype=torch.int32, device=kept.device)
+    return out.scatter_(1, slot, column.expand_as(kept))[:, :most].contiguous()

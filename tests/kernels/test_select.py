@@ -1,0 +1,114 @@
+"""Selection on the device against the selectors of `policies`, row by row."""
+
+import pytest
+import torch
+
+from kvcompress_kernels import select, select_chunks
+from vllm_kvcompress.policies.selectors import Chunks, top_k
+
+ODD = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, -1.0])
+
+
+def ints(*x):
+    return torch.tensor(x, dtype=torch.int32)
+
+
+def rows(kind, count, width):
+    torch.manual_seed(width)
+    if kind == "random":
+        return torch.randn(count, width)
+    if kind == "ties":
+        return torch.randint(0, 3, (count, width)).float() - 1
+    return ODD[torch.randint(0, len(ODD), (count, width))]
+
+
+def padded(kept, most):
+    return [*kept, *[-1] * (most - len(kept))]
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "odd"])
+@pytest.mark.parametrize("width", [1, 37, 1500])
+def test_rows_equal_top_k(kind, width):
+    scores = rows(kind, 5, width)
+    columns = ints(width, width, width // 2, 0, width)
+    keep = ints(width // 3, width + 5, width // 4, 3, -1)
+    got = select(scores, columns, keep, width)
+    assert got.dtype == torch.int32
+    for row, n, k, kept in zip(scores, columns.tolist(), keep.tolist(), got.tolist(), strict=True):
+        assert kept == padded(top_k(row[None, :n], min(max(k, 0), n))[0].tolist(), width)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "odd"])
+def test_protected_columns_count(kind):
+    """The protected ones are kept first; the others are the best between them."""
+    scores = rows(kind, 3, 60)
+    got = select(scores, ints(60, 60, 60), ints(20, 5, 2), 30, first=4, last=ints(6, 6, 6))
+    middle = (top_k(scores[:1, 4:54], 10)[0] + 4).tolist()
+    assert got[0].tolist() == padded([*range(4), *middle, *range(54, 60)], 30)
+    assert got[1].tolist() == padded([0, 1, 2, 3, 59], 30)
+    assert got[2].tolist() == padded([0, 1], 30)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "odd"])
+@pytest.mark.parametrize("size", [1, 4, 10, 70])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_chunks_equal_the_selector(kind, size, heads):
+    scores = rows(kind, 4, 61)
+    groups = 4 // heads
+    columns, keep = ints(61, 47, 61, 0)[:groups], ints(22, 13, 61, 5)[:groups]
+    got = select_chunks(scores, columns, keep, 61, size=size, heads=heads)
+    for g, (n, k) in enumerate(zip(columns.tolist(), keep.tolist(), strict=True)):
+        part = scores[g * heads : (g + 1) * heads, :n]
+        want = Chunks(size=size).select(part, min(k, n), 0)[0].tolist() if n else []
+        assert got[g].tolist() == padded(want, 61)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+@pytest.mark.parametrize("size", [1, 7])
+def test_many_chunks_equal_the_selector(kind, size):
+    """More of them than the kernel looks at together, before and behind the threshold."""
+    scores = rows(kind, 1, 2500)
+    for keep in (300, 1801):
+        got = select_chunks(scores, ints(2500), ints(keep), keep, size=size)
+        assert torch.equal(got, Chunks(size=size).select(scores, keep, 0).int())
+
+
+@pytest.mark.parametrize(("count", "width", "most"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
+def test_nothing_to_choose_from(count, width, most):
+    scores, few = torch.zeros(count, width), torch.full((count,), width, dtype=torch.int32)
+    keep = torch.zeros(count, dtype=torch.int32)
+    for got in (
+        select(scores, few, keep, most, first=1, last=1),
+        select_chunks(scores, few, keep, most, size=4),
+    ):
+        assert got.tolist() == [[-1] * most] * count
+
+
+def test_rows_of_a_wider_buffer():
+    """What lies beyond a row's columns is infinite, and counts for nothing."""
+    buffer = torch.full((3, 50), torch.inf)
+    buffer[:, 5:25] = rows("random", 3, 20)
+    scores, columns = buffer[:, 5:40], ints(20, 20, 20)
+    want = top_k(scores[:, :20], 8).tolist()
+    assert select(scores, columns, ints(8, 8, 8), 8).tolist() == want
+    assert select_chunks(scores, columns, ints(8, 8, 8), 8, size=1).tolist() == want
+
+
+def test_the_width_bounds_what_is_kept():
+    assert select(torch.arange(9.0)[None], ints(9), ints(7), 2).tolist() == [[7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.zeros(2, 3, dtype=torch.float64)}, "scores must be float32"),
+        ({"scores": torch.zeros(3, 2).T}, "rows of scores must have stride 1"),
+        ({"columns": ints(3)}, r"columns must be \[2\]"),
+        ({"keep": torch.tensor([1, 1])}, "keep must be int32"),
+        ({"most": -1}, "most must not be negative"),
+    ],
+)
+def test_arguments_are_checked(change, message):
+    good = {"scores": torch.zeros(2, 3), "columns": ints(3, 3), "keep": ints(1, 1), "most": 2}
+    with pytest.raises(ValueError, match=message):
+        select(**good | change)
