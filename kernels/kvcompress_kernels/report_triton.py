@@ -148,7 +148,7 @@ def report(architectures: Sequence[int], *, once: bool) -> tuple[list[Compiled],
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--sm", type=int, nargs="+", default=[80, 90, 100], choices=list(SHARED))
+    parser.add_argument("--sm", type=int, nargs="+", default=[90], choices=list(SHARED))
     parser.add_argument("--once", action="store_true", help="one build of each kernel")
     parser.add_argument("--check", type=Path, help="compare with this file, if it has these lines")
     parser.add_argument("--write", type=Path, help="write the table")
