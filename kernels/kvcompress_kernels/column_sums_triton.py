@@ -12,8 +12,6 @@ neighbours, so that keys come from L2 for all but one. A row stays in one order 
 column in one order of row tiles: results are the same in any batch.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -31,8 +29,8 @@ LOG2_E = 1.4426950408889634
 VARY = ["width", "s_pages", "s_lse"]
 
 
-@triton.jit
-def _keys(
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys(  # type: ignore[no-untyped-def]
     keys,
     pages,
     token,
@@ -63,15 +61,15 @@ def _keys(
     return tl.load(keys + at, mask=live[None, :] & (dim < DIM)[:, None], other=0.0)
 
 
-@triton.jit
-def _queries(query, first, row, rows, head, dim, s_row, s_head, s_dim, DIM: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(query, first, row, rows, head, dim, s_row, s_head, s_dim, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Query ``[rows, D]`` of one head, 0 past the chunk or the head dim."""
     at = (first + row)[:, None] * s_row + head * s_head + dim.to(tl.int64)[None, :] * s_dim
     return tl.load(query + at, mask=(row < rows)[:, None] & (dim < DIM)[None, :], other=0.0)
 
 
-@triton.jit
-def _lse_tile(top, total, q, k, scale, row, token, MASK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _lse_tile(top, total, q, k, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Maxima and sums of the rows, base 2, after another tile of keys."""
     s = tl.dot(q, k, input_precision="ieee")
     if MASK:
@@ -81,8 +79,8 @@ def _lse_tile(top, total, q, k, scale, row, token, MASK: tl.constexpr):
     return higher, total
 
 
-@triton.jit(do_not_specialize=VARY)
-def _lse_kernel(
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _lse_kernel(  # type: ignore[no-untyped-def]
     query,
     starts,
     keys,
@@ -136,8 +134,8 @@ def _lse_kernel(
     tl.store(lse + head * s_lse + first + row, top + tl.log2(total), mask=row < rows)
 
 
-@triton.jit
-def _sum_tile(total, k, q, lse, scale, row, token, MASK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_tile(total, k, q, lse, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums of the columns after another tile of rows."""
     s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [columns, rows]
     s = s * scale - lse[None, :]
@@ -146,8 +144,8 @@ def _sum_tile(total, k, q, lse, scale, row, token, MASK: tl.constexpr):
     return total + tl.sum(tl.exp2(s), 1)
 
 
-@triton.jit(do_not_specialize=VARY)
-def _sum_kernel(
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
     query,
     starts,
     keys,
