@@ -1,19 +1,34 @@
-"""Triton's interpreter, mended: it multiplies the bit patterns of bfloat16 operands of `tl.dot`."""
+"""Triton's interpreter, mended where it differs from the compiled kernels.
+
+It multiplies the bit patterns of bfloat16 operands of `tl.dot`, makes numbers of float8's NaN and
+infinity, and loses what is subnormal in float8_e5m2 on the way to float16.
+"""
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+WIDER = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
+BITS = {2: torch.uint16, 4: torch.uint32}
+
 
 def mend() -> None:
-    """Let `tl.dot` widen bfloat16 operands to float32 before it multiplies them."""
+    """Let `tl.dot` widen bfloat16 operands, and conversions from float8 keep its values."""
     builder = interpreter.InterpreterBuilder
-    dot = builder.create_dot
+    dot, convert = builder.create_dot, interpreter._convert_float
+
+    def from_float8(data, source, target, rounding):
+        if source not in FLOAT8:
+            return convert(data, source, target, rounding)
+        every = torch.arange(256, dtype=torch.uint8).view(FLOAT8[source]).to(WIDER[target])
+        return every.view(BITS[every.itemsize]).numpy()[data.view(np.uint8)]
 
     def widened(handle):
         if handle.dtype.scalar != tl.bfloat16:
             return handle.data
-        bits = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None)
+        bits = convert(handle.data, tl.bfloat16, tl.float32, None)
         return bits.view(np.float32)
 
     def create_dot(self, a, b, d, *how):
@@ -22,4 +37,5 @@ def mend() -> None:
         product = np.matmul(widened(a), widened(b), dtype=np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    interpreter._convert_float = from_float8
     builder.create_dot = create_dot

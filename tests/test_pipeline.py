@@ -3,7 +3,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.pipeline import kept_positions, layer_pages
+from vllm_kvcompress import pipeline
 from vllm_kvcompress.plan import Columns, LayerStats, PagePlan, Prompt, page_plan
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
@@ -12,6 +12,18 @@ from vllm_kvcompress.policies.scorers.position import StreamingLLM
 from vllm_kvcompress.policies.selectors import TopK
 
 prop = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def layer_pages(allocator, plan, stats):
+    return pipeline.layer_pages(allocator, plan, stats).tolist()
+
+
+def kept_positions(scores, plan, pages, selector):
+    """Of one layer."""
+    end = plan.full_blocks * plan.block_size
+    kept = pipeline.kept_positions(scores[None], plan, torch.tensor([pages]), selector, end)
+    assert kept.dtype == torch.int32
+    return kept[0].long()
 
 
 def plan_of(layers, tokens, block, window, budget):
@@ -35,8 +47,9 @@ def plans(draw):
 def plans_with_stats(draw):
     plan = draw(plans())
     value = st.floats(1e-6, 1e3) | st.just(0.0)
-    stats = st.builds(LayerStats, entropy=value, shift=value)
-    return plan, draw(st.lists(stats, min_size=plan.num_layers, max_size=plan.num_layers))
+    figures = st.lists(value, min_size=plan.num_layers, max_size=plan.num_layers)
+    entropy, shift = (torch.tensor(draw(figures), dtype=torch.float64) for _ in range(2))
+    return plan, LayerStats(entropy=entropy, shift=shift)
 
 
 # -- pages per layer --------------------------------------------------------------------------
@@ -98,7 +111,6 @@ def test_kept_positions(plan, heads, seed, data):
     scores = torch.randint(0, 5, (heads, plan.tokens - plan.window), generator=rng).float()
     kept = kept_positions(scores, plan, pages, TopK())
     assert kept.shape == (heads, pages * plan.block_size)
-    assert kept.dtype == torch.int64
     assert (kept.diff(dim=1) > 0).all()
     end = plan.full_blocks * plan.block_size
     assert ((kept >= 0) & (kept < end)).all()

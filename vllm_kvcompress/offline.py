@@ -15,7 +15,7 @@ import torch
 
 from kvcompress_kernels import column_sums, merge_evicted
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of, with_tail
+from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
 from vllm_kvcompress.policies.base import Reads
 
@@ -99,8 +99,7 @@ def compress(
         for layer in range(layers)
     ]
     seen = [_observe(method, place, plan, queries[place.layer]) for place in places]
-    counts = method.layer_pages(plan, seen)
-    return _collect(method, plan, places, seen, counts, keys, values)
+    return _collect(method, plan, places, seen, keys, values)
 
 
 def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -126,25 +125,32 @@ def _collect(
     plan: PagePlan,
     places: list[PagedLayer],
     seen: list[Observed],
-    counts: list[int],
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:
-    out = Compressed(budgets=[], positions=[], keys=[], values=[], scores=[])
-    for place, count in zip(places, counts, strict=True):
-        layer = place.layer
-        kept = with_tail(method.select(seen, layer, plan, count), plan)
+    pages = method.layer_pages(plan, seen)
+    stacked = method.select(seen, plan, pages, tail=True)
+    budgets = pages * plan.block_size + plan.tail
+    out = Compressed(
+        budgets=budgets.tolist(),
+        positions=[],
+        keys=[],
+        values=[],
+        scores=list(method.protected_scores(seen, plan, pages)),
+    )
+    for place, count in zip(places, out.budgets, strict=True):
+        kept = stacked[place.layer, :, :count].long()
         if method.merge:
-            k, v = merge_evicted(place.key_pages, place.value_pages, place.pages, plan.tokens, kept)
+            held = torch.full((1,), count, dtype=torch.int32, device=kept.device)
+            prompt = place.pages[None], plan.tokens, kept[None], held, count
+            k, v = (x[0] for x in merge_evicted(place.key_pages, place.value_pages, *prompt))
             k, v = k.to(keys.dtype), v.to(values.dtype)
         else:
             index = kept[..., None].expand(-1, -1, keys.shape[-1])
-            k, v = keys[layer].gather(1, index), values[layer].gather(1, index)
-        out.budgets.append(kept.shape[1])
+            k, v = (x[place.layer].gather(1, index) for x in (keys, values))
         out.positions.append(kept)
         out.keys.append(k)
         out.values.append(v)
-        out.scores.append(method.protected_scores(seen, layer, plan, count))
     return out
 
 

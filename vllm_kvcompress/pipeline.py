@@ -1,17 +1,20 @@
 """The whole method in one screen: statistics -> budgets -> kept positions. No vLLM.
 
-The engine and `offline.compress` run these same steps: `Method.observe` for each layer,
-`Method.layer_pages` once all layers were seen, then `Method.select` for each layer.
+The engine and `offline.compress` run these same steps: `Method.observe` for each layer, then
+`Method.layer_pages` and `Method.select` once all layers were seen. How much each layer keeps stays
+on the device of the statistics: the host launches the work and learns no value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+from torch.nn.functional import pad
 
 from kvcompress_kernels import window_scores
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns, LayerStats, PagedValues, PagePlan
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.policies.budgets import round_to_pages
@@ -124,48 +127,56 @@ class Method:
             return Observed(scores=self.scorer.score(columns), figures=figures)
         return Observed(scores=None, figures=figures)
 
-    def layer_pages(self, plan: PagePlan, layers: Sequence[Observed]) -> list[int]:
-        """Pages that each layer keeps, with one copy of a few numbers to the host."""
+    def layer_pages(self, plan: PagePlan, layers: Sequence[Observed]) -> torch.Tensor:
+        """``[L]`` int64: pages that each layer keeps (`layer_pages`)."""
         return layer_pages(self.allocator, plan, self._stats(layers))
 
-    def _stats(self, layers: Sequence[Observed]) -> list[LayerStats] | None:
+    def _stats(self, layers: Sequence[Observed]) -> LayerStats | None:
         if Reads.SCORES in self.allocator.reads:
-            return [LayerStats(scores=layer.scores) for layer in layers]
-        figures = [layer.figures for layer in layers if layer.figures is not None]
-        if len(figures) < len(layers):
+            return LayerStats(scores=torch.stack(_known(layer.scores for layer in layers)))
+        if not self.allocator.reads:
             return None
-        numbers = torch.stack(figures).tolist()
+        figures = torch.stack(_known(layer.figures for layer in layers))
         if Reads.COLUMN_SUMS in self.allocator.reads:
-            return [LayerStats(column_variance=tuple(row)) for row in numbers]
-        return [LayerStats(entropy=entropy, shift=shift) for entropy, shift in numbers]
+            return LayerStats(column_variance=figures)
+        return LayerStats(entropy=figures[:, 0], shift=figures[:, 1])
 
     def select(
-        self, layers: Sequence[Observed], layer: int, plan: PagePlan, pages: int
+        self,
+        layers: Sequence[Observed],
+        plan: PagePlan,
+        pages: torch.Tensor,
+        *,
+        tail: bool = False,
     ) -> torch.Tensor:
-        """``[Hkv, pages * block_size]`` int64 positions that `layer` keeps (`kept_positions`)."""
-        return kept_positions(self._scores(layers, layer), plan, pages, self.selector)
+        """Positions that the layers keep in `pages`, and the tail's if asked (`kept_positions`)."""
+        end = plan.tokens if tail else plan.full_blocks * plan.block_size
+        return kept_positions(self._scores(layers), plan, pages, self.selector, end)
 
     def protected_scores(
-        self, layers: Sequence[Observed], layer: int, plan: PagePlan, pages: int
+        self, layers: Sequence[Observed], plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
-        """``[Hkv, S]`` float32 scores that `layer` was selected by, +inf where it had no choice."""
-        scores = self._scores(layers, layer)
-        past, keep, after = competing(plan, pages)
-        best = self.selector.protect(scores[:, :past], keep, after)
-        kept = torch.full((len(scores), after), torch.inf, device=scores.device)
-        return torch.cat([best, kept], dim=1)
+        """``[L, Hkv, S]`` float32 scores that were selected by, +inf where there was no choice."""
+        scores = self._scores(layers)
+        past, keep, after = competing(plan, to_device(pages, torch.int64, scores.device))
+        best = self.selector.protect(scores[..., :past], keep, after)
+        return pad(best, (0, after), value=torch.inf)
 
-    def _scores(self, layers: Sequence[Observed], layer: int) -> torch.Tensor:
-        scores = layers[self.selector.source(layer)].scores
-        assert scores is not None
-        return scores
+    def _scores(self, layers: Sequence[Observed]) -> torch.Tensor:
+        """``[L, Hkv, W]`` float32 scores that each layer is selected by, W a multiple of 16.
+
+        What lies behind the P past tokens is not initialised.
+        """
+        sources = (self.selector.source(layer) for layer in range(len(layers)))
+        scores = _known(layers[source].scores for source in sources)
+        heads, past = scores[0].shape
+        stacked = scores[0].new_empty(len(layers), heads, -(-past // 16) * 16)
+        torch.stack(scores, out=stacked[..., :past])
+        return stacked
 
 
-def with_tail(kept: torch.Tensor, plan: PagePlan) -> torch.Tensor:
-    """`kept_positions` and the tail after them, ``[Hkv, pages * block_size + tail]``."""
-    end = plan.full_blocks * plan.block_size
-    tail = torch.arange(end, plan.tokens, device=kept.device).expand(len(kept), -1)
-    return torch.cat([kept, tail], dim=1)
+def _known(found: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [x for x in found if x is not None]
 
 
 @lru_cache(maxsize=64)
@@ -179,15 +190,20 @@ def method_of(settings: CompressionConfig) -> Method:
     )
 
 
-def layer_pages(
-    allocator: Allocator, plan: PagePlan, stats: Sequence[LayerStats] | None
-) -> list[int]:
-    """Pages that each layer keeps: L ints between the window's pages and all, sum `plan.pages`."""
-    past = allocator.allocate(plan.prompt, stats)
-    return round_to_pages([b + plan.window for b in past], plan)
+def layer_pages(allocator: Allocator, plan: PagePlan, stats: LayerStats | None) -> torch.Tensor:
+    """``[L]`` int64: pages that each layer keeps, where its statistics are; sum `plan.pages`.
+
+    Each is between the window's pages and all.
+    """
+    return round_to_pages(allocator.allocate(plan.prompt, stats) + plan.window, plan)
 
 
-def competing(plan: PagePlan, pages: int) -> tuple[int, int, int]:
+def most_pages(plan: PagePlan, pages: torch.Tensor) -> int:
+    """A number of pages that no layer exceeds: the largest one where it costs nothing to ask."""
+    return int(pages.max()) if pages.device.type == "cpu" else plan.most_pages
+
+
+def competing(plan: PagePlan, pages: torch.Tensor) -> tuple[int, torch.Tensor, int]:
     """Past tokens that compete in a layer, how many of them stay, and how many follow them."""
     end = plan.full_blocks * plan.block_size
     past = min(plan.prompt.past, end)
@@ -195,21 +211,25 @@ def competing(plan: PagePlan, pages: int) -> tuple[int, int, int]:
 
 
 def kept_positions(
-    scores: torch.Tensor, plan: PagePlan, pages: int, selector: Selector
+    scores: torch.Tensor, plan: PagePlan, pages: torch.Tensor, selector: Selector, end: int
 ) -> torch.Tensor:
-    """Positions of the prompt's full blocks that one layer keeps in `pages` pages.
+    """Positions before `end` that the layers keep when each has `pages` pages.
 
-    The window's part before the tail is always kept. The tail is kept by the engine itself, so
-    past tokens that lie in it do not compete.
+    The window is always kept, and so is the tail: the engine leaves it where it is, so past tokens
+    that lie in it do not compete.
 
     Args:
-        scores: ``[Hkv, P]`` float32 over the past tokens.
+        scores: ``[L, Hkv, W]`` float32, the past tokens first.
+        pages: ``[L]`` int64, on the CPU or on the device of the scores.
+        end: the end of the prompt's full blocks, or of its tail.
 
     Returns:
-        ``[Hkv, pages * block_size]`` int64, ascending.
+        ``[L, Hkv, most]`` int32, ascending; -1 behind the ``pages[l] * block_size`` kept ones, to
+        which an `end` behind the tail adds the tail's. `most` follows from `most_pages`.
     """
-    past, keep, after = competing(plan, pages)
-    best = selector.select(scores[:, :past], keep, after)
-    end = plan.full_blocks * plan.block_size
-    window = torch.arange(past, end, device=scores.device).expand(len(scores), -1)
-    return torch.cat([best, window], dim=1)
+    most = most_pages(plan, pages) * plan.block_size + end - plan.full_blocks * plan.block_size
+    past, keep, after = competing(plan, to_device(pages, torch.int64, scores.device))
+    best = selector.select(scores, past, keep, after, most)
+    last = torch.arange(end - past, device=scores.device)
+    slots = (keep[:, None, None] + last).expand(*scores.shape[:2], -1)
+    return best.scatter(2, slots, (past + last).to(torch.int32).expand_as(slots))

@@ -48,19 +48,19 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStats:
-    """What an allocator that reads attention knows of one layer; unread figures stay empty.
+    """What an allocator that reads attention knows of the N layers, on their device.
 
     Args:
-        entropy: ``H = -sum A log A`` over heads, window rows and past columns (CAKE).
-        shift: ``V = sum Var_i A`` over heads and past columns, ddof 1 (CAKE).
-        column_variance: per query head, the variance over positions of the column sums of the
-            whole causal attention, ddof 1 (D2O).
-        scores: ``[Hkv, P]`` float32 scores of the layer's past tokens, on their device (DynamicKV).
+        entropy: ``[N]``, ``H = -sum A log A`` over heads, window rows and past columns (CAKE).
+        shift: ``[N]``, ``V = sum Var_i A`` over heads and past columns, ddof 1 (CAKE).
+        column_variance: ``[N, Hq]``, the variance over positions of the column sums of the whole
+            causal attention, ddof 1 (D2O).
+        scores: ``[N, Hkv, P]`` float32 scores of the past tokens (DynamicKV).
     """
 
-    entropy: float = 0.0
-    shift: float = 0.0
-    column_variance: tuple[float, ...] = ()
+    entropy: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    column_variance: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
 
@@ -161,6 +161,11 @@ class PagePlan:
     def floor_pages(self) -> int:
         """Pages that every layer needs, m: for the window before the tail, or one token."""
         return _floor_pages(self.window, self.tail, self.block_size)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a layer has at most, however they are divided."""
+        return min(self.full_blocks, self.pages - (self.num_layers - 1) * self.floor_pages)
 
     @property
     def blocks(self) -> int:

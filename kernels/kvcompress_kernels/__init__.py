@@ -2,23 +2,20 @@
 
 from kvcompress_kernels.ops import (
     WindowScores,
-    compact,
-    gather_kept,
-    page_tables,
-    scatter_kept,
+    move_kept,
     window_scores,
 )
+from kvcompress_kernels.page_tables_ops import page_tables, page_tables_into
 from kvcompress_kernels.select_ops import select, select_chunks
 from kvcompress_kernels.whole_prompt_ops import column_sums, merge_evicted, value_scores
 
 __all__ = [
     "WindowScores",
     "column_sums",
-    "compact",
-    "gather_kept",
     "merge_evicted",
+    "move_kept",
     "page_tables",
-    "scatter_kept",
+    "page_tables_into",
     "select",
     "select_chunks",
     "value_scores",

@@ -13,17 +13,16 @@ column in one order of row tiles: results are the same in any batch.
 """
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import Build
+from kvcompress_kernels.builds import FLOAT8, FLOATS, Build, check_cache, float8, named
+from kvcompress_kernels.float8_triton import widened
 from kvcompress_kernels.ops import require
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LOG2_E = 1.4426950408889634
 # Integers that differ by prompt: the launcher compiles anew for 1 and for multiples of 16.
 VARY = ["width", "s_pages", "s_lse"]
@@ -71,7 +70,7 @@ def _queries(query, first, row, rows, head, dim, s_row, s_head, s_dim, DIM: tl.c
 @triton.jit  # type: ignore[untyped-decorator]
 def _lse_tile(top, total, q, k, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Maxima and sums of the rows, base 2, after another tile of keys."""
-    s = tl.dot(q, k, input_precision="ieee")
+    s = tl.dot(q, widened(k, q.dtype), input_precision="ieee")
     if MASK:
         s = tl.where(token[None, :] <= row[:, None], s, -float("inf"))
     higher = tl.maximum(top, tl.max(s, 1) * scale)
@@ -188,7 +187,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([COLUMNS], tl.float32)
     if at < count:
         k = _keys(keys, pages, token, count, dim, block, s_page, s_dim, s_slot, DIM, BLOCK, RUN)
-        k = tl.trans(k)
+        k = tl.trans(widened(k, query.dtype.element_ty))
         low = tl.maximum(at - past, 0) // ROWS * ROWS  # tiles below it see none of the keys
         full = tl.cdiv(tl.maximum(at + COLUMNS - 1 - past, 0), ROWS) * ROWS  # from it on, all
         for start in range(low, tl.minimum(full, rows), ROWS):
@@ -214,7 +213,7 @@ class _Shape:
     dim: int
     block: int
     run: int
-    bytes: int  # of an element of K
+    bytes: int  # of an element of the query
 
     def lse(self) -> dict[str, Any]:
         return self._tiles(128)
@@ -262,7 +261,7 @@ def run_batch(
     """`column_sums` of N prompts, their chunks one after another in `query`: two launches.
 
     Args:
-        query: ``[R, Hq, D]`` 16-bit or float32, of the dtype of the cache.
+        query: ``[R, Hq, D]`` 16-bit or float32, of the dtype of the cache unless that is float8.
         starts: ``[N + 1]`` int on the device: prompt n's chunk is rows ``starts[n]`` to
             ``starts[n + 1] - 1``, its last tokens; it may be empty.
         chunk: rows of the longest chunk.
@@ -279,10 +278,12 @@ def run_batch(
         ValueError: a dtype without a kernel, or two.
     """
     name, dtypes = "column_sums", (query.dtype, key_pages.dtype)
-    require(dtypes[0] == dtypes[1] and dtypes[0] in DTYPES, name, f"one of {DTYPES}", dtypes)
+    check_cache(name, key_pages)
+    ok = dtypes[0] in FLOATS and dtypes[1] in (dtypes[0], *FLOAT8)
+    require(ok, name, f"one of {list(FLOATS)} for both, or float8 keys", dtypes)
     rows, heads, dim = query.shape
     _, kv_heads, _, block = key_pages.shape
-    shape = _Shape(heads // kv_heads, dim, block, _run(key_pages), key_pages.element_size())
+    shape = _Shape(heads // kv_heads, dim, block, _run(key_pages), query.element_size())
     lse = query.new_empty(heads, rows, dtype=torch.float32)
     sums = query.new_empty(len(tokens), heads, longest, dtype=torch.float32)
     inputs = query, starts, key_pages, pages, tokens, lse
@@ -307,21 +308,27 @@ def _run(key_pages: torch.Tensor) -> int:
     return 16 if slot == 1 and aligned and key_pages.data_ptr() % 16 == 0 else 1
 
 
-def builds() -> list[Build]:
-    """Blocks of 16 for 32 query heads on 8 KV heads, dims side by side in memory, or slots."""
+def builds(sm: int) -> list[Build]:
+    """Blocks of 16 for 32 query heads on 8 KV heads; keys of bf16 or, a few, of float8.
+
+    Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
+    stores them transposed, where no kernel runs.
+    """
     made = []
-    for dim, run in product((64, 128), (1, 16)):
-        shape = _Shape(4, dim, 16, run, 2)
-        of = f"D{dim} {'slots' if run > 1 else 'dims'}"
-        made.append(_build(f"column_sums lse {of}", _lse_kernel, shape.lse(), run))
-        made.append(_build(f"column_sums sums {of}", _sum_kernel, shape.sums(), run))
+    for dim, of in [*((128, x) for x in float8(sm).values()), (64, "*bf16"), (128, "*bf16")]:
+        shape = _Shape(4, dim, 16, 1, 2)
+        for what, kernel, how in (
+            ("lse", _lse_kernel, shape.lse()),
+            ("sums", _sum_kernel, shape.sums()),
+        ):
+            made.append(_build(f"column_sums {what} D{dim}{named(of)}", kernel, how, of))
     return made
 
 
-def _build(name: str, kernel: Any, how: dict[str, Any], run: int) -> Build:
-    how = dict(how, s_query_dim=1, **{"s_slot" if run > 1 else "s_dim": 1})
+def _build(name: str, kernel: Any, how: dict[str, Any], of: str) -> Build:
+    how = dict(how, s_query_dim=1, s_dim=1)
     warps, stages = how.pop("num_warps"), how.pop("num_stages")
-    kinds = dict(query="*bf16", keys="*bf16", pages="*i64", starts="*i32", tokens="*i32")
+    kinds = dict(query="*bf16", keys=of, pages="*i64", starts="*i32", tokens="*i32")
     kinds |= dict(lse="*fp32", sums="*fp32", scale="fp32")
     signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in how}
     return Build(
@@ -332,4 +339,5 @@ def _build(name: str, kernel: Any, how: dict[str, Any], run: int) -> Build:
         warps=warps,
         stages=stages,
         aligned=tuple(arg for arg in signature if arg not in (*VARY, "scale")),
+        tensor_cores=True,
     )

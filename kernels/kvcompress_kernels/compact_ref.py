@@ -1,29 +1,27 @@
-"""Reference of `gather_kept` and `scatter_kept`: plain indexing, K and V each moved once."""
+"""Reference of `move_kept`: plain indexing, layer by layer."""
 
 import torch
 
 
-def gather(
-    key_pages: torch.Tensor, value_pages: torch.Tensor, pages: torch.Tensor, kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, block = key_pages.shape[1], key_pages.shape[3]
-    page, slot = pages[kept // block], kept % block  # [Hkv, n]
-    head = torch.arange(heads, device=kept.device)[:, None].expand_as(kept)
-    keys = key_pages[page, head, :, slot]  # [Hkv, n, D]
-    values = value_pages[page, head, slot]
-    packed = (heads, -1, block, keys.shape[-1])
-    return (
-        keys.view(packed).permute(1, 0, 3, 2),
-        values.view(*packed[:3], values.shape[-1]).permute(1, 0, 2, 3),
-    )
-
-
-def scatter(
+def run(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    destination: torch.Tensor,
+    pages: torch.Tensor,
+    kept: torch.Tensor | None,
+    counts: torch.Tensor,
+    destinations: torch.Tensor,
+    to_keys: torch.Tensor,
+    to_values: torch.Tensor,
 ) -> None:
-    key_pages[destination] = keys
-    value_pages[destination] = values
+    heads, block = key_pages.shape[1], key_pages.shape[3]
+    for row, count in enumerate(counts.tolist()):
+        to = destinations[row, :count].long()
+        if kept is None:
+            own = pages[row, :count].long()
+            to_keys[to], to_values[to] = key_pages[own], value_pages[own]
+            continue
+        position = kept[row, :, : count * block].long().view(heads, count, block)
+        page, slot = pages[row][position // block].long(), position % block
+        head = torch.arange(heads, device=kept.device)[:, None, None].expand_as(page)
+        to_keys[to] = key_pages[page, head, :, slot].permute(1, 0, 3, 2)  # [Hkv, p, bs, D] is read
+        to_values[to] = value_pages[page, head, slot].transpose(0, 1)

@@ -19,6 +19,24 @@ def run(
     pages: torch.Tensor,
     tokens: int,
     kept: torch.Tensor,
+    counts: torch.Tensor,
+    least: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(key_pages.dtype, torch.float32)
+    keys = torch.zeros(*kept.shape, key_pages.shape[2], dtype=wide, device=kept.device)
+    values = keys.new_zeros(*kept.shape, value_pages.shape[3])
+    for row, count in enumerate(counts.tolist()):
+        merged = _merge(key_pages, value_pages, pages[row], tokens, kept[row, :, :count].long())
+        keys[row, :, :count], values[row, :, :count] = merged
+    return keys, values
+
+
+def _merge(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads, count = kept.shape
     block = key_pages.shape[3]

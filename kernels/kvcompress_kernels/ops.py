@@ -3,6 +3,9 @@
 Key and value pages come as strided views of one page array, whatever their layout in memory:
 ``key_pages [N, Hkv, D, block_size]`` and ``value_pages [N, Hkv, block_size, D]``. A page id is
 an index into their first axis. Page ids are not range-checked: checking them would sync.
+
+A quantised cache comes in its own dtype, float8_e4m3fn or float8_e5m2, not as bytes. Its values
+are read as that dtype says; the scale that a layer's K or V was divided by is the caller's.
 """
 
 from typing import NamedTuple
@@ -33,6 +36,12 @@ def require(ok: bool, op: str, rule: str, got: object) -> None:
         raise ValueError(f"{op}: {rule}; got {got}")
 
 
+def check_floats(op: str, name: str, pages: torch.Tensor) -> None:
+    """Raise ``ValueError`` for a quantised cache as vLLM allocates it: bytes are not its values."""
+    ok = pages.is_floating_point()
+    require(ok, op, f"{name} must be floats: view a quantised cache as its float8", pages.dtype)
+
+
 def triton_takes(tensor: torch.Tensor) -> bool:
     """Whether an op on `tensor` runs its Triton kernels; the reference runs everywhere else."""
     return tensor.is_cuda
@@ -60,7 +69,7 @@ def window_scores(
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order. Slots of the
             last page from `tokens` on are not read into any result.
         tokens: prompt length S, the window included.
-        scale: factor on the logits, usually ``D ** -0.5``.
+        scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
         variance: also return the variance; needs ``w >= 2``.
 
     Raises:
@@ -70,6 +79,7 @@ def window_scores(
     w, heads, dim = query.shape
     name = "window_scores"
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", key_pages.shape)
+    check_floats(name, "key_pages", key_pages)
     require(key_pages.shape[2] == dim, name, f"key_pages must have head dim {dim}", key_pages.shape)
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
     require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
@@ -85,142 +95,55 @@ def window_scores(
     return run(query, key_pages, pages, tokens, scale, variance)
 
 
-def gather_kept(
-    key_pages: torch.Tensor, value_pages: torch.Tensor, pages: torch.Tensor, kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the kept tokens of one layer, packed as whole pages, into fresh memory.
-
-    Args:
-        key_pages: ``[N, Hkv, D, block_size]``.
-        value_pages: ``[N, Hkv, block_size, D]``.
-        pages: ``[F]`` int64: page of each block of the prompt.
-        kept: ``[Hkv, n]`` int64: kept positions per KV head, ascending, each below
-            ``F * block_size``; n is a multiple of block_size.
-
-    Returns:
-        Keys ``[n / block_size, Hkv, D, block_size]`` and values
-        ``[n / block_size, Hkv, block_size, D]``, in the dtype of the cache, bit for bit.
-
-    Raises:
-        ValueError: n is not a multiple of the block size, or the heads differ.
-    """
-    _check_kept("gather_kept", key_pages, value_pages, kept)
-    if triton_takes(key_pages):
-        from kvcompress_kernels.compact_triton import gather
-    else:
-        from kvcompress_kernels.compact_ref import gather
-
-    return gather(key_pages, value_pages, pages, kept)
-
-
-def scatter_kept(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    destination: torch.Tensor,
-) -> None:
-    """Write packed pages from `gather_kept` to the pages `destination` ``[p]`` int64.
-
-    Raises:
-        ValueError: there are not as many destinations as packed pages.
-    """
-    require(
-        len(destination) == len(keys) == len(values),
-        "scatter_kept",
-        f"destination must name {len(keys)} pages",
-        len(destination),
-    )
-    if triton_takes(key_pages):
-        from kvcompress_kernels.compact_triton import scatter
-    else:
-        from kvcompress_kernels.compact_ref import scatter
-
-    scatter(key_pages, value_pages, keys, values, destination)
-
-
-def compact(
+def move_kept(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     pages: torch.Tensor,
-    kept: torch.Tensor,
-    destination: torch.Tensor,
+    kept: torch.Tensor | None,
+    counts: torch.Tensor,
+    destinations: torch.Tensor,
+    *,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """`gather_kept` then `scatter_kept`: move the kept rows of one layer into other pages.
+    """Copy the kept tokens of N layers into other pages, which they fill one after the other.
 
-    Everything is read before anything is written, so `destination` may overlap `pages`.
+    In the page pool a layer is only other page ids, and so is a layer of another request.
+
+    Args:
+        key_pages: ``[pages, Hkv, D, block_size]``, any dtype and strides.
+        value_pages: ``[pages, Hkv, block_size, Dv]`` likewise.
+        pages: ``[N, F]`` int: page of each block of a row's prompt.
+        kept: ``[N, Hkv, n]`` int: kept positions, ascending; of row r the first
+            ``counts[r] * block_size`` are read. None copies the first ``counts[r]`` pages.
+        counts: ``[N]`` int32: pages that a row fills, each of them wholly; at most `most`, and
+            those that `kept` can fill (unchecked: checking would sync).
+        destinations: ``[N, most]`` int: the first ``counts[r]`` of row r are written, bit for bit,
+            and no page is named twice. None may be read, by any row: rows run in no order.
+        into: key and value pages that `destinations` name; None stands for those that are read.
+
+    Raises:
+        ValueError: shapes or dtypes disagree.
     """
-    keys, values = gather_kept(key_pages, value_pages, pages, kept)
-    scatter_kept(key_pages, value_pages, keys, values, destination)
-
-
-def _check_kept(
-    op: str, key_pages: torch.Tensor, value_pages: torch.Tensor, kept: torch.Tensor
-) -> None:
-    heads, block = key_pages.shape[1], key_pages.shape[3]
+    name, rows, heads, block = "move_kept", len(pages), key_pages.shape[1], key_pages.shape[3]
     require(
         value_pages.shape[:3] == (key_pages.shape[0], heads, block),
-        op,
+        name,
         f"value_pages must be [{key_pages.shape[0]}, {heads}, {block}, D]",
         tuple(value_pages.shape),
     )
-    require(kept.shape[0] == heads, op, f"kept must be [{heads}, n]", tuple(kept.shape))
-    require(kept.shape[1] % block == 0, op, f"n must be a multiple of {block}", kept.shape[1])
-
-
-def page_tables(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    packed: torch.Tensor,
-    num_packed: torch.Tensor,
-    first_block: torch.Tensor,
-    layer_offset: torch.Tensor,
-    block_stride: int,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every layer's block table and sequence length for one batch, compressed or not.
-
-    Layer l of request r reads its packed pages, then the ordinary blocks from `first_block` on:
-    ``table[l, r, c] = packed[r, l, c]`` for ``c < num_packed[r, l]``, else the flat page
-    ``layer_offset[l] + block_stride * block_table[r, c - num_packed[r, l] + first_block[r]]``.
-    A request that was not compressed has ``num_packed == first_block == 0``.
-
-    Args:
-        block_table: ``[R, W]`` int32: vLLM's block ids.
-        seq_lens: ``[R]`` int32: vLLM's sequence lengths, in tokens.
-        packed: ``[R, L, C]`` int32: flat pages that hold each layer's kept prompt tokens.
-        num_packed: ``[R, L]`` int32, at most C and at most ``first_block``.
-        first_block: ``[R]`` int32: index of the first ordinary block that is still read.
-        layer_offset: ``[L]`` int32: flat page of block 0 in each layer.
-        block_stride: flat pages between block b and b + 1 of one layer.
-        block_size: tokens in a block.
-
-    Returns:
-        ``[L, R, W]`` int32 tables (entries past a layer's length repeat an ordinary block that
-        the row owns or the null block) and ``[L, R]`` int32 lengths in tokens, both contiguous.
-    """
-    rows, width = block_table.shape
-    layers = layer_offset.shape[0]
-    require(seq_lens.shape == (rows,), "page_tables", f"seq_lens must be [{rows}]", seq_lens.shape)
-    require(
-        packed.shape[:2] == num_packed.shape == (rows, layers),
-        "page_tables",
-        f"packed and num_packed must start with [{rows}, {layers}]",
-        (tuple(packed.shape), tuple(num_packed.shape)),
-    )
-    require(width > 0, "page_tables", "block_table must have columns", width)
-    if triton_takes(block_table):
-        from kvcompress_kernels.page_tables_triton import run
+    to_keys, to_values = into or (key_pages, value_pages)
+    for x, to in ((key_pages, to_keys), (value_pages, to_values)):
+        got, want = (to.dtype, *to.shape[1:]), (x.dtype, *x.shape[1:])
+        require(got == want, name, f"pages of `into` must be {want}", got)
+    if kept is not None:
+        right = kept.dim() == 3 and kept.shape[:2] == (rows, heads)
+        require(right, name, f"kept must be [{rows}, {heads}, n]", tuple(kept.shape))
+    require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
+    right = destinations.dim() == 2 and len(destinations) == rows
+    require(right, name, f"destinations must be [{rows}, most]", tuple(destinations.shape))
+    if triton_takes(key_pages):
+        from kvcompress_kernels.compact_triton import run
     else:
-        from kvcompress_kernels.page_tables_ref import run
+        from kvcompress_kernels.compact_ref import run
 
-    return run(
-        block_table,
-        seq_lens,
-        packed,
-        num_packed,
-        first_block,
-        layer_offset,
-        block_stride,
-        block_size,
-    )
+    run(key_pages, value_pages, pages, kept, counts, destinations, to_keys, to_values)

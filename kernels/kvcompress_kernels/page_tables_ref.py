@@ -1,4 +1,4 @@
-"""Reference of `page_tables`: one gather and one select over ``[L, R, W]``."""
+"""Reference of `page_tables` and `page_tables_into`: one gather and one select over [L, R, W]."""
 
 import torch
 
@@ -27,3 +27,36 @@ def run(
     lengths = seq_lens + (num_packed.T - first_block) * block_size
     # Attention kernels read a layer's lengths through a bare pointer: rows must be dense.
     return table.contiguous(), lengths.to(torch.int32).contiguous()
+
+
+def run_into(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+    slots: torch.Tensor,
+    live: torch.Tensor,
+    out_tables: torch.Tensor,
+    out_lengths: torch.Tensor,
+) -> None:
+    rows = int(live)
+    slot = slots[:rows].long()
+    longest = int(seq_lens[:rows].max()) if rows else 0
+    width = min(max(-(-longest // block_size), 1), block_table.shape[1], out_tables.shape[2])
+    tables, lengths = run(
+        block_table[:rows, :width],
+        seq_lens[:rows],
+        packed[slot, :, :width],
+        num_packed[slot],
+        first_block[slot],
+        layer_offset,
+        block_stride,
+        block_size,
+    )
+    out_tables[:, :rows, :width] = tables
+    out_tables[:, rows:, :1] = layer_offset[:, None, None]
+    out_lengths[:, :rows], out_lengths[:, rows:] = lengths, 0

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from kvcompress_kernels.builds import Build
-from kvcompress_kernels.ops import require
 
 COLUMNS = 128
 WARPS = 4
@@ -142,51 +141,6 @@ def run_into(
     out_tables: torch.Tensor,
     out_lengths: torch.Tensor,
 ) -> None:
-    """`page_tables` into buffers that outlive the step; may be captured in a CUDA graph.
-
-    One launch, no allocation, no copy and no sync: its grid depends on the shape of the buffers,
-    all else is read on the device. With ``s = slots[r]``, row ``r < live`` is what `page_tables`
-    says of ``packed[s]``, ``num_packed[s]`` and ``first_block[s]``.
-
-    Args:
-        block_table: ``[>= live, W']`` int32.
-        seq_lens: ``[>= live]`` int32.
-        packed: ``[slots, L, C]`` int32, not by row but by slot.
-        num_packed: ``[slots, L]`` int32.
-        first_block: ``[slots]`` int32.
-        layer_offset: ``[L]`` int32.
-        slots: ``[>= live]`` int32, the slot of each row.
-        live: ``[]`` int32 on the device: rows of this step, at most R.
-        out_tables: ``[L, R, W]`` int32. Of a row's layer the columns that its length covers are
-            written, up to the next multiple of `COLUMNS`; entries beyond keep what they held, so
-            the buffer must be zeroed once. A row from `live` on reads the null block in its first
-            `COLUMNS` columns.
-        out_lengths: ``[L, R]`` int32, all written; 0 from `live` on.
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or a last axis is strided.
-    """
-    name, (layers, rows) = "page_tables", out_tables.shape[:2]
-    tensors = (block_table, seq_lens, packed, num_packed, first_block, layer_offset, slots, live)
-    for tensor in (*tensors, out_tables, out_lengths):
-        ok = tensor.dtype == torch.int32 and (tensor.dim() == 0 or tensor.stride(-1) == 1)
-        got = tensor.dtype, tensor.stride()
-        require(ok, name, "all tensors must be int32 with a dense last axis", got)
-    require(block_table.shape[1] > 0, name, "block_table must have columns", block_table.shape)
-    require(live.dim() == 0, name, "live must be a scalar tensor", tuple(live.shape))
-    require(
-        packed.shape[:2] == num_packed.shape == (len(first_block), layers),
-        name,
-        f"packed and num_packed must start with [{len(first_block)}, {layers}]",
-        (tuple(packed.shape), tuple(num_packed.shape)),
-    )
-    require(layer_offset.shape == (layers,), name, f"layer_offset [{layers}]", layer_offset.shape)
-    require(
-        out_lengths.shape == (layers, rows),
-        name,
-        f"out_lengths must be [{layers}, {rows}]",
-        tuple(out_lengths.shape),
-    )
     _launch(
         block_table,
         seq_lens,
@@ -261,7 +215,7 @@ def _tile(layers: int) -> int:
     return min(8, int(triton.next_power_of_2(layers)))
 
 
-def builds() -> list[Build]:
+def builds(sm: int) -> list[Build]:
     """32 layers, block 16, a pool and buffers of 8192 columns; `run` and `run_into`."""
     pointers = (
         *("block_table", "seq_lens", "packed", "num_packed", "first_block", "layer_offset"),

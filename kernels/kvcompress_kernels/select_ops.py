@@ -13,7 +13,7 @@ from kvcompress_kernels.ops import require, triton_takes
 
 def select(
     scores: torch.Tensor,
-    columns: torch.Tensor,
+    columns: int | torch.Tensor,
     keep: torch.Tensor,
     most: int,
     *,
@@ -30,7 +30,7 @@ def select(
         scores: ``[R, W]`` float32, rows of stride 1; what they hold from ``columns[r]`` on does
             not matter. Where W and the stride of the rows are multiples of 16, a GPU loads four
             scores at once.
-        columns: ``[R]`` int32, 0 to W; unchecked.
+        columns: 0 to W, for all rows or as ``[R]`` int32; unchecked.
         keep: ``[R]`` int32.
         most: width of the result.
         first: leading columns that are kept in any case, for all rows or as ``[R]`` int32.
@@ -57,7 +57,7 @@ def select(
 
 def select_chunks(
     scores: torch.Tensor,
-    columns: torch.Tensor,
+    columns: int | torch.Tensor,
     keep: torch.Tensor,
     most: int,
     *,
@@ -73,7 +73,7 @@ def select_chunks(
 
     Args:
         scores: ``[G * heads, W]`` float32, rows of stride 1.
-        columns: ``[G]`` int32, 0 to W; unchecked.
+        columns: 0 to W, for all groups or as ``[G]`` int32; unchecked.
         keep: ``[G]`` int32.
         most: width of the result.
         size: tokens in a chunk.

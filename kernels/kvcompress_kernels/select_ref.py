@@ -1,4 +1,4 @@
-"""Reference of `select` and `select_chunks`: stable sorts; how much is kept stays on the device."""
+"""Reference of `select` and `select_chunks`: how much is kept stays on the device."""
 
 import torch
 
@@ -12,15 +12,20 @@ def run(
     last: torch.Tensor,
 ) -> torch.Tensor:
     columns, count = columns[:, None], _count(columns, keep, most)
-    column = torch.arange(scores.shape[1], device=scores.device)
+    rows, width = scores.shape
+    if not rows * width * most:
+        return torch.full((rows, most), -1, dtype=torch.int32, device=scores.device)
+    column = torch.arange(width, dtype=torch.int32, device=scores.device)
     head = first[:, None].clamp(min=0).minimum(count)
     tail = last[:, None].clamp(min=0).minimum(count - head)
-    guarded = (column < head) | (column >= columns - tail)
-    group = torch.where(column < columns, torch.where(guarded, 0, 1), 2)
-    order = _plain(scores).sort(dim=1, stable=True, descending=True).indices
-    order = order.gather(1, group.gather(1, order).sort(dim=1, stable=True).indices)
-    kept = torch.zeros_like(group, dtype=torch.bool).scatter_(1, order, column < count)
-    return _positions(kept, most)
+    room = count - head - tail
+    free = (column >= head) & (column < columns - tail)
+    scores = scores.where(free & ~scores.isnan(), -torch.inf)
+    best = scores.topk(min(most, width), dim=1).values
+    boundary = best.gather(1, (room - 1).clamp(min=0).long())
+    above, level = scores > boundary, free & (scores == boundary)
+    ties = level & (level.cumsum(1, dtype=torch.int32) <= room - above.sum(1, keepdim=True))
+    return _positions(above | ties | ((column < columns) & ~free), most)
 
 
 def chunks(
@@ -61,6 +66,6 @@ def _plain(scores: torch.Tensor) -> torch.Tensor:
 def _positions(kept: torch.Tensor, most: int) -> torch.Tensor:
     """``[R, W]`` bool with at most `most` set in each row to ``[R, most]`` int32."""
     out = torch.full((len(kept), most + 1), -1, dtype=torch.int32, device=kept.device)
-    slot = torch.where(kept, kept.cumsum(1) - 1, most)  # the others meet in a column of their own
+    slot = (kept.cumsum(1) - 1).where(kept, most)  # the others meet in a column of their own
     column = torch.arange(kept.shape[1], dtype=torch.int32, device=kept.device)
     return out.scatter_(1, slot, column.expand_as(kept))[:, :most].contiguous()

@@ -260,7 +260,7 @@ def chunks(
     return out
 
 
-def builds() -> list[Build]:
+def builds(sm: int) -> list[Build]:
     rows = dict(columns="*i32", keep="*i32", out="*i32", most="i32")
     given = dict(scores="*fp32", first="*i32", last="*i32", width="i32", s_row="i32")
     keyed = dict(scores="*fp32", columns="*i32", keys="*i64", size="i32", heads="i32")

@@ -1,14 +1,15 @@
-"""The three passes of `value_scores` as Triton kernels (`value_scores_triton` launches them).
+"""The four passes of `value_scores` as Triton kernels (`value_scores_triton` launches them).
 
-V is read twice.
+V is read twice. Float8 becomes bfloat16 or float32 as it is read, exactly.
 
-1. `sum_kernel`, per split of the tokens and KV head: ``sum_j h_j v_j`` of the G query heads. The
-   heaviest token of the split is left out, because taking the prompt's heaviest out of a finished
-   sum would cancel (see `value_scores_ref`). The product runs on the tensor cores at full float32
-   precision: h is three parts of 8 bits, exact with 16-bit values, and the parts of all heads
-   are rows of one operand.
-2. `join_kernel`, per query head: the splits' sums, then their heaviest tokens but the prompt's.
-3. `score_kernel`, per tile of tokens and KV head: the scores. Each thread holds whole runs of a
+1. `heaviest_kernel`, per split of the tokens and query head: the heaviest token and the weight of
+   the others. Taking the prompt's heaviest out of a finished sum would cancel (`value_scores_ref`).
+2. `sum_kernel`, per split and KV head: ``sum_j h_j v_j`` of the G query heads, without the
+   heaviest of the split. The product runs on the tensor cores at full float32 precision: h is
+   three parts of 8 bits, exact with 16-bit values, and the parts of all heads are rows of one
+   operand.
+3. `join_kernel`, per query head: the splits' sums, then their heaviest tokens but the prompt's.
+4. `score_kernel`, per tile of tokens and KV head: the scores. Each thread holds whole runs of a
    token's dims, ``[tokens, 32]`` at a time, so that a norm takes 2 shuffles and not 4.
 
 Splits do not depend on the batch, and each sum has one order: results are the same in any batch.
@@ -16,6 +17,8 @@ Splits do not depend on the batch, and each sum has one order: results are the s
 
 import triton
 import triton.language as tl
+
+from kvcompress_kernels.float8_triton import widened
 
 PARTS = tl.constexpr(4)  # rows of the left operand per query head: three parts of h and a zero
 CHUNK = tl.constexpr(32)  # dims of a value in one register tile: 4 threads of 16 bytes
@@ -36,14 +39,33 @@ def _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BL
 
 
 @triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def heaviest_kernel(  # type: ignore[no-untyped-def]
+    weights, tokens, heaviest, rests, width, SPLIT: tl.constexpr
+):
+    """Heaviest token and weight of the others ``[N, Hq, splits]``, the earlier one of equals."""
+    split, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start = split * SPLIT
+    count = tl.load(tokens + n).to(tl.int32)
+    if start >= count:
+        return
+    row = n * tl.num_programs(1) + head
+    lane = tl.arange(0, SPLIT)
+    h = tl.load(weights + row * width + start + lane, mask=start + lane < count, other=-1.0)
+    top = tl.argmax(h, 0)
+    rest = tl.sum(tl.where((lane != top) & (h >= 0.0), h, 0.0), 0)
+    out = row * tl.num_programs(0) + split
+    tl.store(heaviest + out, start + top)
+    tl.store(rests + out, rest)
+
+
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
 def sum_kernel(  # type: ignore[no-untyped-def]
     weights,
     values,
     pages,
     tokens,
-    sums,
-    rests,
     heaviest,
+    sums,
     block,
     width,
     s_pages,
@@ -60,9 +82,9 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums ``[N, heads, splits, D]`` without each split's heaviest, its index, and what h is left.
+    """Sums ``[N, heads, splits, D]`` without each split's heaviest.
 
-    FAST sums plain values: one head, of weight 1.
+    FAST sums all values: one head, of weight 1.
     """
     split, kv_head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = split * SPLIT
@@ -71,38 +93,28 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         return
     pages += n * s_pages
     values += kv_head.to(tl.int64) * s_head
-    weights += (n * tl.num_programs(1) + kv_head) * GROUP * width
     head = tl.arange(0, HEADS)
-    out = ((n * tl.num_programs(1) + kv_head) * GROUP + head) * tl.cdiv(width, SPLIT) + split
+    splits = tl.cdiv(width, SPLIT)
+    first_head = (n * tl.num_programs(1) + kv_head) * GROUP
     row = tl.arange(0, HEADS * PARTS)
     part = row % PARTS
     skip = tl.full([HEADS * PARTS], -1, tl.int32)
     if not FAST:
-        every = tl.arange(0, SPLIT)
-        whole = tl.load(
-            weights + (head.to(tl.int64) * width + start)[:, None] + every[None, :],
-            mask=(head < GROUP)[:, None] & (start + every < end)[None, :],
-            other=-1.0,
-        )
-        top = tl.argmax(whole, 1)
-        others = (every[None, :] != top[:, None]) & (whole >= 0.0)
-        rest = tl.sum(tl.where(others, whole, 0.0), 1)
-        top += start
-        tl.store(heaviest + out, top, mask=head < GROUP)
-        tl.store(rests + out, rest, mask=head < GROUP)
-        skip = tl.reshape(tl.broadcast_to(top[:, None], [HEADS, PARTS]), [HEADS * PARTS])
+        at = heaviest + first_head * splits + split
+        skip = tl.load(at + row // PARTS * splits, mask=row // PARTS < GROUP, other=-1)
     dim = tl.arange(0, PAD)
     total = tl.zeros([HEADS * PARTS, PAD], tl.float32)
     for first in range(start, end, TILE):
         token = first + tl.arange(0, TILE)
         live = token < end
         v = _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
+        v = widened(v, tl.bfloat16, live[:, None])
         if FAST:
             h = tl.where((row == 0)[:, None] & live[None, :], 1.0, 0.0)
         else:
             weigh = (row // PARTS < GROUP)[:, None] & live[None, :]
             h = tl.load(
-                weights + ((row // PARTS).to(tl.int64) * width)[:, None] + token[None, :],
+                weights + ((first_head + row // PARTS) * width)[:, None] + token[None, :],
                 mask=weigh & (token[None, :] != skip[:, None]),
                 other=0.0,
             )
@@ -122,7 +134,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
             total = tl.dot(h, v, total, input_precision="ieee")
     of_head = tl.sum(tl.reshape(total, [HEADS, PARTS, PAD]), 1)
     tl.store(
-        sums + out[:, None] * DIM + dim[None, :],
+        sums + (((first_head + head) * splits + split) * DIM)[:, None] + dim[None, :],
         of_head,
         mask=(head < GROUP)[:, None] & (dim < DIM)[None, :],
     )
@@ -134,9 +146,9 @@ def join_kernel(  # type: ignore[no-untyped-def]
     values,
     pages,
     tokens,
-    sums,
-    rests,
     heaviest,
+    rests,
+    sums,
     outputs,
     alone,
     alone_score,
@@ -155,7 +167,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Outputs o ``[N, heads, D]``; the token with over half of the weight, or -1; its score."""
+    """Outputs o ``[N, Hq, D]``; the token with over half of the weight, or -1; its score."""
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(tokens + n).to(tl.int32)
     splits, used = tl.cdiv(width, SPLIT), tl.cdiv(count, SPLIT)
@@ -164,46 +176,51 @@ def join_kernel(  # type: ignore[no-untyped-def]
     pages += n * s_pages
     values += (head // GROUP).to(tl.int64) * s_head
     weights += out * width
+    heaviest += out * splits
+    rests += out * splits
+    sums += (out // GROUP if FAST else out) * splits * DIM
     top, best = -1.0, 0
-    if not FAST:
-        for first in range(0, used, TILE):
-            split = first + tl.arange(0, TILE)
-            token = tl.load(heaviest + out * splits + split, mask=split < used, other=0)
-            h = tl.load(weights + token, mask=split < used, other=-1.0)
-            most = tl.max(h, 0)
-            earliest = tl.min(tl.where(h == most, token, 2147483647), 0)
-            best = tl.where(most > top, earliest, best)
-            top = tl.maximum(most, top)
+    for first in range(0, used, TILE):
+        split = first + tl.arange(0, TILE)
+        token = tl.load(heaviest + split, mask=split < used, other=0)
+        h = tl.load(weights + token, mask=split < used, other=-1.0)
+        most = tl.max(h, 0)
+        earliest = tl.min(tl.where(h == most, token, 2147483647), 0)
+        best = tl.where(most > top, earliest, best)
+        top = tl.maximum(most, top)
     total = tl.zeros([TILE, PAD], tl.float32)
     left = tl.zeros([TILE], tl.float32)
     for first in range(0, used, TILE):
         split = first + tl.arange(0, TILE)
         live = split < used
         total += tl.load(
-            sums + (out * splits + split)[:, None] * DIM + dim[None, :],
+            sums + split[:, None] * DIM + dim[None, :],
             mask=live[:, None] & (dim < DIM)[None, :],
             other=0.0,
         )
+        token = tl.load(heaviest + split, mask=live, other=0)
+        live &= token != best
+        h = tl.load(weights + token, mask=live, other=0.0)
+        left += tl.load(rests + split, mask=split < used, other=0.0) + h
         if not FAST:
-            token = tl.load(heaviest + out * splits + split, mask=live, other=0)
-            live &= token != best
-            h = tl.load(weights + token, mask=live, other=0.0)
             v = _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
             total += h[:, None] * v.to(tl.float32)
-            left += tl.load(rests + out * splits + split, mask=split < used, other=0.0) + h
     o = tl.sum(total, 0)
+    rest = tl.sum(left, 0)
+    token = best + tl.arange(0, 1)
+    live = token < count
+    v = _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
+    v = tl.sum(v.to(tl.float32), 0)
     if FAST:
         o /= count.to(tl.float32)
+        apart = o - v
+        share = top / tl.maximum(rest, 1e-6)
     else:
-        token = best + tl.arange(0, 1)
-        live = token < count
-        v = _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
-        v = tl.sum(v.to(tl.float32), 0)
-        rest = tl.sum(left, 0)
         apart = o / tl.where(rest > 0.0, rest, 1.0) - v
+        share = top
         o += top * v
-        tl.store(alone + out, tl.where((rest > 0.0) & (top > 0.5), best, -1))
-        tl.store(alone_score + out, top * tl.sqrt(tl.sum(apart * apart, 0)))
+    tl.store(alone + out, tl.where((rest > 0.0) & (top > 0.5), best, -1))
+    tl.store(alone_score + out, share * tl.sqrt(tl.sum(apart * apart, 0)))
     tl.store(outputs + out * DIM + dim, o, mask=dim < DIM)
 
 
@@ -256,7 +273,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
         v = v + (part.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     here = n * tl.num_programs(1) + kv_head
     if FAST:
-        distance = _distance(v, outputs + here * DIM, DIM)
+        distance = _distance(v, outputs + here * GROUP * DIM, DIM)
     total = tl.zeros([TILE], tl.float32)
     for g in range(GROUP):
         head = here * GROUP + g
@@ -264,9 +281,8 @@ def score_kernel(  # type: ignore[no-untyped-def]
         if not FAST:
             distance = _distance(v, outputs + head * DIM, DIM)
         change = h / tl.maximum(1.0 - h, 1e-6) * distance
-        if not FAST:
-            heaviest = token == tl.load(alone + head)
-            change = tl.where(heaviest, tl.load(alone_score + head), change)
+        most = token == tl.load(alone + head)
+        change = tl.where(most, tl.load(alone_score + head), change)
         total += change * change if L2 else change
     total = tl.sqrt(total) if L2 else total / GROUP
     tl.store(scores + here * width + token, total, mask=token < width)

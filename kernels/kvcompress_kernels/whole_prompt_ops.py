@@ -6,7 +6,7 @@ prompt. Slots of the last page from `tokens` on are read into no result. All mat
 
 import torch
 
-from kvcompress_kernels.ops import require, triton_takes
+from kvcompress_kernels.ops import check_floats, require, triton_takes
 
 
 def column_sums(
@@ -23,7 +23,7 @@ def column_sums(
         key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
         tokens: prompt tokens known so far, those of `query` included.
-        scale: factor on the logits, usually ``D ** -0.5``.
+        scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
 
     Returns:
         ``[Hq, tokens]`` float32.
@@ -34,6 +34,7 @@ def column_sums(
     name = "column_sums"
     count, heads, dim = query.shape
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
+    check_floats(name, "key_pages", key_pages)
     _, kv_heads, key_dim, block = key_pages.shape
     require(key_dim == dim, name, f"key_pages must have head dim {dim}", key_dim)
     require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
@@ -61,8 +62,8 @@ def value_scores(
     ``c_j = h_j / (1 - h_j) * ||o - v_j||_2`` for each query head's weights h, with
     ``o = sum_j h_j v_j``; exact if h is an attention row. ``1 - h_j`` is clamped at 1e-6, but for
     a token of more than half of a row's weight, whose c is ``h_j * ||o_without_j - v_j||``, the
-    same and precise up to a weight of 1; `fast` has no such form. c is then reduced over the query
-    heads of a KV head.
+    same and precise up to a weight of 1; `fast` has no such form, and takes for its ``1 - h_j``
+    what the other tokens have. c is then reduced over the query heads of a KV head.
 
     Args:
         weights: ``[Hq, tokens]`` float32, >= 0, rows that sum to 1; values unchecked.
@@ -74,7 +75,8 @@ def value_scores(
             concatenated outputs.
 
     Returns:
-        ``[Hkv, tokens]`` float32; the smallest is to be evicted first.
+        ``[Hkv, tokens]`` float32; the smallest is to be evicted first. Of a quantised V these are
+        to be multiplied by its scale, which matters where layers are compared.
 
     Raises:
         ValueError: shapes disagree, `weights` is not float32, or `reduce` is unknown.
@@ -82,6 +84,7 @@ def value_scores(
     name = "value_scores"
     require(reduce in ("mean", "l2"), name, "reduce must be 'mean' or 'l2'", repr(reduce))
     require(value_pages.dim() == 4, name, "value_pages must be [N, Hkv, bs, D]", value_pages.shape)
+    check_floats(name, "value_pages", value_pages)
     _, kv_heads, block, _ = value_pages.shape
     require(tokens > 0, name, "tokens must be positive", tokens)
     heads, columns = weights.shape
@@ -105,6 +108,8 @@ def merge_evicted(
     pages: torch.Tensor,
     tokens: int,
     kept: torch.Tensor,
+    counts: torch.Tensor,
+    least: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fold evicted tokens into the kept ones their keys resemble (D2O, arXiv:2406.13035).
 
@@ -117,22 +122,31 @@ def merge_evicted(
     likewise. The paper's eq. 12 repeats the sum in its first weight, read as a typo here.
 
     Args:
-        key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
-        value_pages: ``[N, Hkv, block_size, Dv]`` likewise.
-        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
+        key_pages: ``[pages, Hkv, D, block_size]`` any float dtype and strides.
+        value_pages: ``[pages, Hkv, block_size, Dv]`` likewise.
+        pages: ``[N, ceil(tokens / block_size)]`` int64: for each of N layers, the prompt's pages
+            in order.
         tokens: prompt tokens; those not kept are evicted.
-        kept: ``[Hkv, n]`` int64: kept positions per KV head, ascending, distinct, each below
-            `tokens`; values unchecked.
+        kept: ``[N, Hkv, n]`` int: kept positions per KV head, ascending, distinct, each below
+            `tokens`; of row r the first ``counts[r]`` are read, values unchecked.
+        counts: ``[N]`` int32: tokens that a row keeps, `least` to n; unchecked.
+        least: a number of tokens that every row keeps, known to the host: the nearer, the less
+            room and work are set aside for evicted tokens.
 
     Returns:
-        Keys ``[Hkv, n, D]`` and values ``[Hkv, n, Dv]`` of the kept tokens, float32, or float64
-        from such a cache. One that nothing was merged into is its cached value bit for bit.
+        Keys ``[N, Hkv, n, D]`` and values ``[N, Hkv, n, Dv]`` of the kept tokens, float32, or
+        float64 from such a cache; zeros behind them. One that nothing was merged into is its
+        cached value bit for bit.
 
     Raises:
-        ValueError: shapes disagree, nothing is kept, or more is kept than there is.
+        ValueError: shapes disagree, nothing is kept, more is kept than there is, or the cache is
+            quantised.
     """
     name = "merge_evicted"
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
+    for pages_of in (key_pages, value_pages):
+        rule = "takes no quantised cache: what is folded would have to be quantised anew"
+        require(pages_of.element_size() > 1, name, rule, pages_of.dtype)
     blocks, heads, _, block = key_pages.shape
     require(
         value_pages.dim() == 4 and value_pages.shape[:3] == (blocks, heads, block),
@@ -141,22 +155,24 @@ def merge_evicted(
         tuple(value_pages.shape),
     )
     require(
-        kept.dim() == 2 and kept.shape[0] == heads,
+        kept.dim() == 3 and kept.shape[1] == heads,
         name,
-        f"kept must be [{heads}, n]",
+        f"kept must be [N, {heads}, n]",
         tuple(kept.shape),
     )
-    count = kept.shape[1]
-    require(0 < count <= tokens, name, "0 < n <= tokens must hold", (count, tokens))
-    _check_pages(name, pages, tokens, block)
+    rows, _, most = kept.shape
+    require(0 < most <= tokens, name, "0 < n <= tokens must hold", (most, tokens))
+    require(0 < least <= most, name, "0 < least <= n must hold", (least, most))
+    require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
+    _check_pages(name, pages, tokens, block, rows)
     if triton_takes(key_pages):
         from kvcompress_kernels.merge_triton import run
     else:
         from kvcompress_kernels.merge_ref import run
 
-    return run(key_pages, value_pages, pages, tokens, kept)
+    return run(key_pages, value_pages, pages, tokens, kept, counts, least)
 
 
-def _check_pages(op: str, pages: torch.Tensor, tokens: int, block: int) -> None:
-    want = -(-tokens // block)
-    require(pages.shape == (want,), op, f"pages must be [{want}]", tuple(pages.shape))
+def _check_pages(op: str, pages: torch.Tensor, tokens: int, block: int, *rows: int) -> None:
+    want = (*rows, -(-tokens // block))
+    require(pages.shape == want, op, f"pages must be {list(want)}", tuple(pages.shape))

@@ -28,6 +28,8 @@ that cuts a page would cut the 16-byte loads of keys stored transposed.
 import triton
 import triton.language as tl
 
+from kvcompress_kernels.float8_triton import widened
+
 # the launcher would compile anew where one of these is 1 or a multiple of 16
 VARIES = ["w", "group", "s_pages"]
 
@@ -141,6 +143,7 @@ def partials_kernel(  # type: ignore[no-untyped-def]
         for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
             column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
             k = _key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+            k = widened(k, q.dtype)
             if q.dtype != k.dtype:
                 s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
             else:
@@ -280,6 +283,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
         for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
             column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
             k = _key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+            k = widened(k, q.dtype, (column < tokens)[:, None])
             total = tl.zeros([COLUMNS, HEADS], tl.float32)
             squares = tl.zeros([COLUMNS, HEADS], tl.float32)
             last = tl.zeros([COLUMNS, HEADS], tl.float32)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kvcompress_kernels.builds import Build
+from kvcompress_kernels.builds import FLOATS, Build, architecture, check_cache, float8, named
 from kvcompress_kernels.ops import WindowScores, require
 from kvcompress_kernels.window_scores_passes_triton import (
     columns_kernel,
@@ -18,7 +18,6 @@ from kvcompress_kernels.window_scores_passes_triton import (
 SPAN = 1024
 """Columns of a program. Fixed, so that a prompt's scores do not depend on its batch."""
 LOG_SUM = {"SPAN": SPAN, "LINES": 32, "SPLITS": 64}
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class BatchScores(NamedTuple):
@@ -92,7 +91,7 @@ def run_batch(
 
     Args:
         query: ``[N, w, Hq, D]`` float16, bfloat16 or float32, rotated, in position order.
-        key_pages: ``[pages, Hkv, D, block_size]`` of such a dtype, any strides.
+        key_pages: ``[pages, Hkv, D, block_size]`` of such a dtype or float8, any strides.
         pages: ``[N, >= ceil(longest / block_size)]`` int: each prompt's pages, in order; of row n
             the first ``ceil(tokens[n] / block_size)`` are read.
         tokens: N prompt lengths, each above w.
@@ -108,14 +107,14 @@ def run_batch(
 
     Raises:
         ValueError: shapes disagree, a prompt is no longer than the window, a single row is asked
-            for its variance, or a dtype is not among the three.
+            for its variance, or the kernels do not take a dtype.
     """
     name = "window_scores"
     rows, w, heads, dim = query.shape
     _, kv_heads, key_dim, block = key_pages.shape
     group, size = heads // kv_heads, max(tokens, default=0)
-    dtypes = query.dtype, key_pages.dtype
-    require(set(dtypes) <= set(DTYPES), name, f"Triton takes {list(DTYPES)}", dtypes)
+    require(query.dtype in FLOATS, name, f"queries must be one of {list(FLOATS)}", query.dtype)
+    check_cache(name, key_pages)
     require(key_dim == dim, name, f"key_pages must have head dim {dim}", key_dim)
     require(heads == group * kv_heads > 0, name, f"Hq must be a multiple of {kv_heads}", heads)
     require(len(tokens) == len(lengths) == rows > 0, name, f"tokens of {rows} rows", tokens)
@@ -126,8 +125,10 @@ def run_batch(
 
     if scale < 0:  # the kernels take the top of the logits before they scale
         query, scale = -query, -scale
-    model = w, group, dim, max(x.itemsize for x in dtypes)
-    partials_shapes, columns_shapes = _partials_shapes(*model), _columns_shapes(*model)
+    model = w, group, dim, max(query.itemsize, key_pages.itemsize)
+    several = variance or shift or entropy or last
+    partials_shapes = _partials_shapes(*model)
+    columns_shapes = _columns_shapes(*model, architecture(query.device), several)
     layout = 0 if pages.shape[1] == 1 else block
     splits, lines = triton.cdiv(size, SPAN), heads * w
     strides = (*query.stride(), pages.stride(0), *key_pages.stride())
@@ -183,14 +184,14 @@ def run_batch(
     return BatchScores(total, spread, amount, moved, own, final)
 
 
-def _shapes(w: int, group: int, dim: int, itemsize: int, least: int) -> dict[str, int]:
-    """The configuration of a program that has at least `least` rows, launch options included.
+def _shapes(w: int, group: int, dim: int, itemsize: int, least: int, most: int) -> dict[str, int]:
+    """The configuration of a program of `least` to `most` rows, launch options included.
 
     A tile is 64 keys and at most 128 rows: 16 KiB of K in flight and 64 registers a thread of
     logits with 4 warps at D 128, bf16. Float32 is multiplied without tensor cores, out of
     registers, and gets a quarter of the rows.
     """
-    most = 32 if itemsize == 4 else 128
+    most = 32 if itemsize == 4 else most
     window = min(triton.next_power_of_2(w), most)
     heads = min(triton.next_power_of_2(group), most // window)
     heads = max(heads, min(least, most) // window)
@@ -210,19 +211,27 @@ def _shapes(w: int, group: int, dim: int, itemsize: int, least: int) -> dict[str
 def _partials_shapes(w: int, group: int, dim: int, itemsize: int) -> dict[str, int]:
     """64 rows are the fewest that Hopper's tensor cores take, with K straight from shared memory;
     with fewer, K would pass through registers, and narrow loads where it is stored transposed."""
-    return _shapes(w, group, dim, itemsize, 64)
+    return _shapes(w, group, dim, itemsize, 64, 128)
 
 
-def _columns_shapes(w: int, group: int, dim: int, itemsize: int) -> dict[str, int]:
-    """16 rows are the fewest of `tl.dot`. 128 rows need 8 warps: variance and last row keep
-    several maps of a tile alive."""
-    shapes = _shapes(w, group, dim, itemsize, 16)
-    many = shapes["HEADS"] * shapes["WINDOW"] == 128
+def _columns_shapes(
+    w: int, group: int, dim: int, itemsize: int, sm: int, maps: bool
+) -> dict[str, int]:
+    """16 rows are the fewest of `tl.dot`. The most need 8 warps: variance and last row, `maps`,
+    keep several maps of a tile alive. With them Blackwell's logits, which come from its tensor
+    memory, would spill at 128 rows."""
+    most = 64 if sm >= 100 and maps else 128
+    shapes = _shapes(w, group, dim, itemsize, 16, most)
+    many = shapes["HEADS"] * shapes["WINDOW"] == most
     return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
 
 
-def builds() -> list[Build]:
-    """bf16, 8 KV heads in groups of 4, block 16, by window and by where the keys are dense."""
+def builds(sm: int) -> list[Build]:
+    """bf16 queries, 8 KV heads in groups of 4, block 16; keys of bf16 or, a few, of float8.
+
+    Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
+    stores them transposed, where no kernel runs.
+    """
     found = [
         Build(
             name="window_scores log_sum",
@@ -238,35 +247,37 @@ def builds() -> list[Build]:
             wide_loads=False,
         )
     ]
+    for of in float8(sm).values():
+        found += _builds(128, 32, of, sm)
     for dim in (64, 128):
         for w in (8, 32, 64):
-            for dense in ("s_dim", "s_slot"):
-                found += _builds(dim, w, dense)
+            found += _builds(dim, w, "*bf16", sm)
     return found
 
 
-def _builds(dim: int, w: int, dense: str) -> list[Build]:
+def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
     strides = [f"s_query_{axis}" for axis in ("row", "token", "head")]
-    strides += ["s_pages", *sorted({"s_page", "s_head", "s_dim", "s_slot"} - {dense})]
-    inputs = {"query": "*bf16", "keys": "*bf16", "pages": "*i64", "lengths": "*i32"}
+    strides += ["s_pages", "s_page", "s_head", "s_slot"]
+    inputs = {"query": "*bf16", "keys": of, "pages": "*i64", "lengths": "*i32"}
     numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
     aligned = [*inputs, *(x for x in strides if x != "s_pages")]
     outputs = ("total_out", "variance_out", "recent_out", "last_out", "entropies", "shifts")
-    columns = _columns_shapes(w, 4, dim, 2)
+    few, many = (_columns_shapes(w, 4, dim, 2, sm, maps) for maps in (False, True))
 
     def build(kernel: Any, what: str, pointers: Sequence[str], size: str, how: Any) -> Build:
-        constexprs = {"BLOCK": 16, "s_query_dim": 1, dense: 1, **how}
+        constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **how}
         return Build(
-            name=f"window_scores {what} D{dim} w{w} dense {dense[2:]}",
+            name=f"window_scores {what} D{dim} w{w}{named(of)}",
             kernel=kernel,
             signature={**inputs, **dict.fromkeys(pointers, "*fp32"), **numbers, size: "i32"},
             warps=constexprs.pop("num_warps"),
             stages=constexprs.pop("num_stages"),
             constexprs=constexprs,
             aligned=(*aligned, *pointers),
+            tensor_cores=True,
         )
 
-    totals = {**columns, "GROUPED": True, **dict.fromkeys(outputs[1:])}
+    totals = {**few, "GROUPED": True, **dict.fromkeys(outputs[1:])}
     return [
         build(
             partials_kernel, "partials", ("tops", "sums"), "splits", _partials_shapes(w, 4, dim, 2)
@@ -277,6 +288,6 @@ def _builds(dim: int, w: int, dense: str) -> list[Build]:
             "all",
             ("row_tops", "log_sums", *outputs),
             "size",
-            {**columns, "GROUPED": False},
+            {**many, "GROUPED": False},
         ),
     ]

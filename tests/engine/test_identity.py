@@ -50,11 +50,11 @@ def test_first_token_is_the_full_caches_with_every_method(name, method, plain, c
     budget = 0.2
     with engine(make(name, checkpoints_folder), additional_config=settings(method, budget)) as llm:
         plans = []
-        pack = llm.compressor._pack
-        llm.compressor._pack = lambda finishing: (
+        pack = llm.compressor.packer.pack
+        llm.compressor.packer.pack = lambda finishing: (
             plans.append(finishing.todo.plan),
             pack(finishing),
-        )
+        )[1]
         got = llm.generate(PROMPTS)
         whole = [length for length in LENGTHS if length >= 128]
         assert sorted(plan.tokens for plan in plans) == sorted(whole)

@@ -5,6 +5,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -16,7 +17,10 @@ from vllm.v1.kv_cache_interface import (
 from checkpoints import make
 from engines import engine, settings
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.attention import CompressedCPUImpl, override_backend
+from vllm_kvcompress.engine import attention_cpu
+from vllm_kvcompress.engine.attention import override_backends
+from vllm_kvcompress.engine.attention_cpu import CompressedCPUImpl
+from vllm_kvcompress.engine.attention_cuda import CompressedFlashImpl, CompressedTritonImpl
 from vllm_kvcompress.engine.kv_cache import CompressedSpec, compressed_specs
 from vllm_kvcompress.errors import ConfigError, SeamError
 
@@ -81,12 +85,16 @@ def test_a_model_without_a_cache():
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
-def test_trap_12_attention_that_a_packed_page_cannot_serve(arguments, reason, vllm_config):
+@pytest.mark.parametrize("impl", [CompressedCPUImpl, CompressedFlashImpl, CompressedTritonImpl])
+def test_trap_12_attention_that_a_packed_page_cannot_serve(
+    impl, arguments, reason, vllm_config, monkeypatch
+):
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
     usual = dict(alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
     with set_current_vllm_config(vllm_config):
-        CompressedCPUImpl(2, 64, 0.125, num_kv_heads=2, **usual)
+        impl(2, 64, 0.125, num_kv_heads=2, **usual)
         with pytest.raises(ConfigError, match=reason) as refusal:
-            CompressedCPUImpl(2, 64, 0.125, num_kv_heads=2, **{**usual, **arguments})
+            impl(2, 64, 0.125, num_kv_heads=2, **{**usual, **arguments})
     assert "without --kv-compress" in str(refusal.value)
 
 
@@ -96,13 +104,13 @@ def test_another_plugins_backend_is_not_thrown_out():
     try:
         with (
             pytest.raises(SeamError, match=r"already put somebody\.elses\.Backend there"),
-            override_backend(),
+            override_backends(attention_cpu.BACKENDS),
         ):
             pytest.fail("must not be entered")
         assert backend.get_path() == "somebody.elses.Backend"
     finally:
         backend.clear_override()
-    with override_backend():
+    with override_backends(attention_cpu.BACKENDS):
         assert backend.is_overridden()
     assert not backend.is_overridden()
 

@@ -49,20 +49,21 @@ def record(llm) -> dict[int, list[tuple[torch.Tensor, ...]]]:
     return seen
 
 
-def watch_selections(llm) -> list[dict[int, torch.Tensor]]:
+def watch_selections(llm) -> list[list[torch.Tensor]]:
     """Per compression, the positions that each layer kept in pages."""
-    made, gather, pack = [], llm.compressor._gather, llm.compressor._pack
+    packer = llm.compressor.packer
+    made, pack = [], packer.pack
 
     def packing(finishing):
-        made.append({})
-        pack(finishing)
+        seen = [packer.observe(layer, finishing) for layer in range(packer.num_layers)]
+        plan, method = finishing.todo.plan, finishing.method
+        pages = method.layer_pages(plan, seen)
+        counts = (pages * plan.block_size).tolist()
+        kept = zip(method.select(seen, plan, pages), counts, strict=True)
+        made.append([positions[:, :count].long() for positions, count in kept])
+        return pack(finishing)
 
-    def gathering(layer, count, finishing):
-        plan = finishing.todo.plan
-        made[-1][layer] = finishing.method.select(finishing.layers, layer, plan, count)
-        return gather(layer, count, finishing)
-
-    llm.compressor._pack, llm.compressor._gather = packing, gathering
+    packer.pack = packing
     return made
 
 
@@ -73,8 +74,8 @@ def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     held = []
     for layer, count in enumerate(pool._num_packed[slot].tolist()):
         pages = pool._packed[slot, layer, :count].long()
-        keys = compressor._keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
-        values = compressor._values[pages].permute(1, 0, 2, 3).flatten(1, 2)
+        keys = compressor.packer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
+        values = compressor.packer.values[pages].permute(1, 0, 2, 3).flatten(1, 2)
         held.append((keys.clone(), values.clone()))
     return held
 
@@ -87,7 +88,9 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     held = []
     for layer in range(len(pool.layer_offset)):
         page = int(pool.flat_ids(layer, torch.tensor([last.block_id])))
-        held.append((compressor._keys[page].mT.clone(), compressor._values[page].clone()))
+        held.append(
+            (compressor.packer.keys[page].mT.clone(), compressor.packer.values[page].clone())
+        )
     return held
 
 

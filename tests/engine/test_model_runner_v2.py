@@ -10,6 +10,7 @@ FILES = [
     for name in (
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference"),
+        "cuda_backends",
     )
 ]
 

@@ -44,7 +44,7 @@ def record(llm) -> dict[int, dict[str, list[torch.Tensor]]]:
     return seen
 
 
-def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, LayerStats]:
+def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     """METHODS 1 and CAKE, in float64: mean and variance ``[Hq, P]`` over the window, H and V."""
     heads, group, past = q.shape[1], q.shape[1] // k.shape[1], len(k) - WINDOW
     q, k = q.double()[-WINDOW:], k.double()
@@ -58,7 +58,7 @@ def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         variance.append(a.var(0, correction=1))
         entropy -= torch.special.xlogy(a, a).sum().item()
     shift = torch.stack(variance).sum().item()
-    return torch.stack(mean), torch.stack(variance), LayerStats(entropy=entropy, shift=shift)
+    return torch.stack(mean), torch.stack(variance), (entropy, shift)
 
 
 def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: int) -> torch.Tensor:
@@ -117,8 +117,8 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
         held = []
         for layer, count in enumerate(counts):
             pages = pool._packed[slot, layer, :count].long()
-            keys = compressor._keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
-            values = compressor._values[pages].permute(1, 0, 2, 3).flatten(1, 2)
+            keys = compressor.packer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
+            values = compressor.packer.values[pages].permute(1, 0, 2, 3).flatten(1, 2)
             held.append((keys.clone(), values.clone()))
         llm.drain()
 
@@ -131,8 +131,9 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
     found = [reference(q[i], k[i]) for i in range(shape.layers)]
     made = CompressionConfig.parse(config["kvcompress"])
     plan = page_plan(made.prompt(shape.layers, len(PROMPT)), BLOCK)
-    past = ALLOCATORS[method].allocate(plan.prompt, [stats for *_, stats in found])
-    assert counts == round_to_pages([b + WINDOW for b in past], plan)
+    entropy, shift = torch.tensor([pair for *_, pair in found], dtype=torch.float64).T
+    past = ALLOCATORS[method].allocate(plan.prompt, LayerStats(entropy=entropy, shift=shift))
+    assert counts == round_to_pages(past + WINDOW, plan).tolist()
     for layer, (keys, values) in enumerate(held):
         mean, variance, _ = found[layer]
         scores = scores_of(method, mean, variance, shape.kv_heads)

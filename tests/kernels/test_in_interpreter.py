@@ -12,7 +12,7 @@ OPS = sorted(
     for path in KERNELS.glob("*_ref.py")
     if (KERNELS / path.name.replace("_ref", "_triton")).exists()
 )
-FILES = [f"tests/kernels/test_{op}.py" for op in OPS]
+FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, "float8", "window_batches")]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,15 @@ def random(heads, tokens, count, dim=8, *, seed=0):
 
 
 def merge(k, v, kept, block=16, **how):
-    return merge_evicted(*paged(k, v, block, **how), k.shape[1], kept)
+    return merge_one(*paged(k, v, block, **how), k.shape[1], kept)
+
+
+def merge_one(key_pages, value_pages, pages, tokens, kept):
+    """`merge_evicted` of one layer."""
+    count = torch.tensor([kept.shape[-1]], dtype=torch.int32)
+    given = pages[None], tokens, kept[None], count, kept.shape[-1]
+    keys, values = merge_evicted(key_pages, value_pages, *given)
+    return keys[0], values[0]
 
 
 def compare(k, v, kept, block=16, *, dtype=torch.float32, **how):
@@ -247,7 +255,7 @@ def test_inputs_are_left_alone():
     inputs = [x.nan_to_num(5.0) if x.is_floating_point() else x for x in paged(k, v, 16, spare=0)]
     inputs.append(kept)
     before = [x.clone() for x in inputs]
-    merge_evicted(*inputs[:3], 40, kept)
+    merge_one(*inputs[:3], 40, kept)
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
 
 
@@ -258,7 +266,7 @@ def test_temporaries_stay_small(tokens, count):
     key_pages, value_pages = torch.randn(1, 3, 64, tokens), torch.randn(1, 3, tokens, 64)
     kept = torch.arange(count).expand(3, count)
     with Largest() as seen:
-        merge_evicted(key_pages, value_pages, torch.tensor([0]), tokens, kept)
+        merge_one(key_pages, value_pages, torch.tensor([0]), tokens, kept)
     assert seen.size <= merge_ref.COSINES
 
 
@@ -284,6 +292,22 @@ def batch(sizes, heads, dim, dtype):
     return keys[order], values[order], order.argsort()[pages], tokens, kept.int(), counts
 
 
+@pytest.mark.parametrize("counts", [[75], [9, 75, 1]], ids=str)
+@pytest.mark.parametrize("least", [1, "fewest"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_merge_as_if_alone(dtype, counts, least):
+    """A layer that keeps all, layers that keep few; nothing behind their kept ones is read."""
+    sizes = [(75, count) for count in counts]
+    keys, values, pages, _, kept, stay = batch(sizes, 2, 8, dtype)
+    least = min(counts) if least == "fewest" else least
+    got = merge_evicted(keys, values, pages[:, :-1], 75, kept, stay, least)
+    for row, count in enumerate(counts):
+        want = merge_one(keys, values, pages[row, :-1], 75, kept[row, :, :count])
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x[row, :, :count], y)
+            assert (x[row, :, count:] == 0).all()
+
+
 @interpreted
 @pytest.mark.parametrize("sizes", [[(75, 9)], [(1, 1), (190, 7), (5, 5)]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,11 +320,12 @@ def test_batch_equals_its_prompts(dtype, sizes):
     sliced = torch.nn.functional.pad(pages, (0, 3), value=-1)[:, :-3]
     got = merge_triton.run_batch(keys, values, sliced, tokens, kept, counts, evicted)
     for n, (s, count) in enumerate(sizes):
-        stay = kept[n, :, :count].long()
-        want = merge_ref.run(keys, values, pages[n, : -(-s // 16)], s, stay)
+        one = slice(n, n + 1)
+        stay = s, kept[one, :, :count], counts[one], count
+        want = merge_ref.run(keys, values, pages[one, : -(-s // 16)], *stay)
         for x, y in zip(got, want, strict=True):
             assert x.dtype == torch.float32
-            torch.testing.assert_close(x[n, :, :count], y, **close)
+            torch.testing.assert_close(x[n, :, :count], y[0], **close)
             assert (x[n, :, count:] == 0).all()
 
 
@@ -336,20 +361,29 @@ GOOD = {
     [
         ({"kept": GOOD["kept"][:, :0]}, r"0 < n <= tokens must hold; got \(0, 40\)"),
         ({"kept": torch.arange(41).expand(2, 41)}, r"0 < n <= tokens must hold; got \(41, 40\)"),
-        ({"kept": GOOD["kept"][:1]}, r"kept must be \[2, n\]; got \(1, 20\)"),
-        ({"kept": GOOD["kept"][0]}, r"kept must be \[2, n\]; got \(20,\)"),
+        ({"kept": GOOD["kept"][:1]}, r"kept must be \[N, 2, n\]; got \(1, 1, 20\)"),
+        ({"kept": GOOD["kept"][0]}, r"kept must be \[N, 2, n\]; got \(1, 20\)"),
         ({"key_pages": torch.zeros(5, 2, 8)}, r"key_pages must be \[N, Hkv, D, bs\]"),
         ({"value_pages": torch.zeros(5, 2, 16)}, r"value_pages must be \[5, 2, 16, Dv\]"),
         ({"value_pages": torch.zeros(4, 2, 16, 8)}, r"value_pages must be \[5, 2, 16, Dv\]"),
         ({"value_pages": torch.zeros(5, 1, 16, 8)}, r"value_pages must be \[5, 2, 16, Dv\]"),
         ({"value_pages": torch.zeros(5, 2, 8, 16)}, r"value_pages must be \[5, 2, 16, Dv\]"),
-        ({"pages": GOOD["pages"][:2]}, r"pages must be \[3\]; got \(2,\)"),
-        ({"pages": GOOD["pages"][None]}, r"pages must be \[3\]; got \(1, 3\)"),
-        ({"tokens": 49}, r"pages must be \[4\]; got \(3,\)"),
+        ({"pages": GOOD["pages"][:2]}, r"pages must be \[1, 3\]; got \(1, 2\)"),
+        ({"pages": GOOD["pages"][None]}, r"pages must be \[1, 3\]; got \(1, 1, 3\)"),
+        ({"tokens": 49}, r"pages must be \[1, 4\]; got \(1, 3\)"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_shapes_are_checked(change, message):
-    merge_evicted(**GOOD)
+    merge_one(**GOOD)
     with pytest.raises(ValueError, match=message):
-        merge_evicted(**GOOD | change)
+        merge_one(**GOOD | change)
+
+
+@pytest.mark.parametrize("counts", [torch.tensor(20), torch.tensor([20, 20])])
+def test_counts_are_checked(counts):
+    given = {**GOOD, "pages": GOOD["pages"][None], "kept": GOOD["kept"][None]}
+    with pytest.raises(ValueError, match=r"counts must be \[1\]"):
+        merge_evicted(**given, counts=counts)
+    with pytest.raises(ValueError, match=r"0 < least <= n must hold; got \(21, 20\)"):
+        merge_evicted(**given, counts=counts.view(-1)[:1], least=21)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import page_tables, page_tables_ref
+from kvcompress_kernels import page_tables, page_tables_into, page_tables_ref
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -249,7 +249,7 @@ def test_shapes_are_checked(change):
 STALE = -5
 
 
-def into(triton, case, layer_offset, stride, block, *, live, rows, width, slots=None):
+def into(case, layer_offset, stride, block, *, live, rows, width, slots=None):
     """`run_into` buffers that hold `STALE`; the compression state of the rows lies in `slots`."""
     table, lengths, packed, count, first = case
     here = len(table)
@@ -261,40 +261,36 @@ def into(triton, case, layer_offset, stride, block, *, live, rows, width, slots=
     out = torch.full((layers, rows, width), STALE, dtype=i32)
     out_lengths = torch.full((layers, rows), STALE, dtype=i32)
     scalar = torch.tensor(live, dtype=i32)
-    triton.run_into(
+    page_tables_into(
         table, lengths, *held, layer_offset, stride, block, slots, scalar, out, out_lengths
     )
     return out, out_lengths
 
 
-def check_into(triton, out, out_lengths, case, layer_offset, stride, block, live):
+def check_into(out, out_lengths, case, layer_offset, stride, block, live):
     want, want_lengths = page_tables_ref.run(*case, layer_offset, stride, block)
-    layers, rows, width = out.shape
+    layers, rows = out_lengths.shape
     assert torch.equal(out_lengths[:, :live], want_lengths[:, :live])
     assert not out_lengths[:, live:].any()
     for layer in range(layers):
         for r in range(rows):
             used = -(-int(out_lengths[layer, r]) // block)
-            written = min(-(-max(used, 1) // triton.COLUMNS) * triton.COLUMNS, width)
             got = out[layer, r].tolist()
-            if r < live:
-                assert got[:used] == want[layer, r, :used].tolist()
-                owned = {int(layer_offset[layer]) + stride * b for b in [0, *case[0][r].tolist()]}
-                assert set(got[used:written]) <= owned
-            else:
-                assert set(got[:written]) == {int(layer_offset[layer])}
-            assert set(got[written:]) <= {STALE}
+            blocks = [0, *(case[0][r].tolist() if r < live else ())]
+            owned = {int(layer_offset[layer]) + stride * b for b in blocks}
+            assert got[:used] == want[layer, r, :used].tolist() if r < live else got[0] in owned
+            assert set(got[used:]) <= {STALE, *owned}
 
 
 @pytest.mark.parametrize("layout", ["compact", "outermost"])
 @pytest.mark.parametrize("live", [0, 1, 3, 5])
 @pytest.mark.parametrize(("layers", "width"), [(1, 7), (3, 128), (9, 300)])
-def test_run_into_equals_the_reference_by_rows(triton, layout, live, layers, width):
+def test_run_into_equals_the_reference_by_rows(layout, live, layers, width):
     """Also with buffers of more rows and columns than the step has."""
     case = batch(5, layers, width - 2, 16, blocks_in_pool=400)
     ids = *flat_ids(layout, layers, 400), 16
-    out = into(triton, case, *ids, live=live, rows=7, width=width)
-    check_into(triton, *out, case, *ids, live)
+    out = into(case, *ids, live=live, rows=7, width=width)
+    check_into(*out, case, *ids, live)
 
 
 def test_run_into_without_splitting_the_columns(triton, monkeypatch):
@@ -302,46 +298,46 @@ def test_run_into_without_splitting_the_columns(triton, monkeypatch):
     monkeypatch.setattr(triton, "PROGRAMS", 1)
     case = batch(4, 2, 300, 16, blocks_in_pool=400)
     ids = *flat_ids("compact", 2, 400), 16
-    out = into(triton, case, *ids, live=3, rows=4, width=300)
-    check_into(triton, *out, case, *ids, 3)
+    out = into(case, *ids, live=3, rows=4, width=300)
+    check_into(*out, case, *ids, 3)
 
 
-def test_uncompressed_requests_share_a_slot(triton):
+def test_uncompressed_requests_share_a_slot():
     table = torch.randint(1, 50, (3, 6), dtype=i32)
     lengths = torch.tensor([1, 33, 96], dtype=i32)
     empty = torch.zeros(1, 2, 4, dtype=i32), torch.zeros(1, 2, dtype=i32), torch.zeros(1, dtype=i32)
     offset, stride = flat_ids("outermost", 2, 50)
     out, out_lengths = (torch.full(shape, STALE, dtype=i32) for shape in ((2, 3, 6), (2, 3)))
     slots, live = torch.zeros(3, dtype=i32), torch.tensor(3, dtype=i32)
-    triton.run_into(table, lengths, *empty, offset, stride, 16, slots, live, out, out_lengths)
+    page_tables_into(table, lengths, *empty, offset, stride, 16, slots, live, out, out_lengths)
     assert torch.equal(out, table * stride + offset[:, None, None])
     assert torch.equal(out_lengths, lengths.expand(2, 3))
 
 
-def test_run_into_slices_of_larger_buffers(triton):
+def test_run_into_slices_of_larger_buffers():
     case = batch(3, 2, 6, 16)
     ids = *flat_ids("compact", 2, 50), 16
     out, out_lengths = torch.full((2, 8, 20), STALE, dtype=i32), torch.zeros(2, 8, dtype=i32)
     views = out[:, 2:5, 4:10], out_lengths[:, 2:5]
     slots, live = torch.arange(3, dtype=i32), torch.tensor(3, dtype=i32)
-    triton.run_into(*case, *ids, slots, live, *views)
-    check_into(triton, *views, case, *ids, 3)
+    page_tables_into(*case, *ids, slots, live, *views)
+    check_into(*views, case, *ids, 3)
     views[0].fill_(STALE)
     assert (out == STALE).all()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
-def test_run_into_inside_a_cuda_graph(triton):
+def test_run_into_inside_a_cuda_graph():
     """Captured with one row; replayed for whatever the inputs hold by then."""
     ids = *flat_ids("compact", 2, 400), 16
     case = batch(4, 2, 200, 16, blocks_in_pool=400, capacity=200)
     slots, live = torch.arange(4, dtype=i32), torch.tensor(1, dtype=i32)
     out, out_lengths = torch.zeros(2, 4, 200, dtype=i32), torch.zeros(2, 4, dtype=i32)
-    triton.run_into(*case, *ids, slots, live, out, out_lengths)  # compiles
+    page_tables_into(*case, *ids, slots, live, out, out_lengths)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        triton.run_into(*case, *ids, slots, live, out, out_lengths)
+        page_tables_into(*case, *ids, slots, live, out, out_lengths)
     for rows in (4, 2):
         torch.manual_seed(rows)
         for held, fresh in zip(case, batch(4, 2, 200, 16, 400, 200), strict=True):
@@ -349,7 +345,7 @@ def test_run_into_inside_a_cuda_graph(triton):
         live.fill_(rows)
         out.fill_(STALE)
         graph.replay()
-        check_into(triton, out, out_lengths, case, *ids, rows)
+        check_into(out, out_lengths, case, *ids, rows)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +362,7 @@ def test_run_into_inside_a_cuda_graph(triton):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_run_into_checks_its_tensors(triton, change):
+def test_run_into_checks_its_tensors(change):
     shapes = {
         "block_table": (3, 6),
         "seq_lens": (3,),
@@ -380,6 +376,6 @@ def test_run_into_checks_its_tensors(triton, change):
         "out_lengths": (2, 4),
     }
     good = {name: torch.zeros(shape, dtype=i32) for name, shape in shapes.items()}
-    triton.run_into(**good, block_stride=1, block_size=16)
+    page_tables_into(**good, block_stride=1, block_size=16)
     with pytest.raises(ValueError, match="page_tables: "):
-        triton.run_into(**good | change, block_stride=1, block_size=16)
+        page_tables_into(**good | change, block_stride=1, block_size=16)

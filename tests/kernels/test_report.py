@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcompress_kernels.compiled_table import Compiled, differences, numbers, section, sections
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,4 +24,45 @@ def test_every_kernel_compiles_for_hopper_as_the_committed_table_says():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "| 90 |" in done.stdout
+    assert numbers(done.stdout)
+
+
+def made(registers):
+    return Compiled(registers=registers, shared=0, spills=0, loads_16=4, tensor=0, instructions=64)
+
+
+NOW = section("3.9.0", (80, 90), {"fold": {80: made(30), 90: made(32)}, "fp8": {90: made(40)}})
+
+
+def test_a_table_is_read_back_without_what_is_not_built():
+    assert numbers(NOW) == {
+        ("fold", 80): ("30", "0", "0", "4", "0", "64"),
+        ("fold", 90): ("32", "0", "0", "4", "0", "64"),
+        ("fp8", 90): ("40", "0", "0", "4", "0", "64"),
+    }
+    assert sections("# Title\n\n" + NOW + "\n## Triton 3.6.0: sm_90\n") == {
+        "3.9.0": NOW,
+        "3.6.0": "## Triton 3.6.0: sm_90\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ({"fold": {90: made(32)}, "fp8": {90: made(40)}}, []),
+        ({"fold": {90: made(33)}, "fp8": {90: made(40)}}, ["fold, sm_90: 32, 0"]),
+        ({"fp8": {90: made(40)}}, ["fold, sm_90: 32, 0"]),
+    ],
+)
+def test_differences_are_told_by_build_and_architecture(then, said):
+    part = section("3.9.0", (90,), {"fold": {90: made(32)}, "fp8": {90: made(40)}})
+    found = differences(part, section("3.9.0", (80, 90), then), gone=True)
+    assert [line[: len(said[0])] for line in found] == said
+
+
+def test_a_build_that_is_gone_counts_if_all_were_built():
+    part = section("3.9.0", (90,), {"fold": {90: made(32)}})
+    assert differences(part, NOW, gone=False) == []
+    assert differences(part, NOW, gone=True) == [
+        "fp8, sm_90: none now, 40, 0, 0, 4, 0, 64 in the committed table"
+    ]

@@ -1,10 +1,11 @@
-"""Selection on the device against the selectors of `policies`, row by row."""
+"""Selection on the device against plain sorts, row by row."""
+
+import math
 
 import pytest
 import torch
 
 from kvcompress_kernels import select, select_chunks
-from vllm_kvcompress.policies.selectors import Chunks, top_k
 
 ODD = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, -1.0])
 
@@ -26,16 +27,33 @@ def padded(kept, most):
     return [*kept, *[-1] * (most - len(kept))]
 
 
+def ranked(row):
+    """METHODS 1.6: the best, then the first; NaN last, level with -inf."""
+    return sorted(range(len(row)), key=lambda j: (math.inf if math.isnan(row[j]) else -row[j], j))
+
+
+def top(row, keep):
+    return sorted(ranked(row)[: max(keep, 0)])
+
+
+def best_chunks(rows, keep, size):
+    """METHODS 5 of the rows' sum: the chunks of the best mean, the last of them cut."""
+    token = [sum(column) for column in zip(*rows, strict=True)]
+    parts = [range(a, min(a + size, len(token))) for a in range(0, len(token), size)]
+    mean = [sum(token[j] for j in part) / len(part) for part in parts]
+    return sorted([j for i in ranked(mean) for j in parts[i]][: max(keep, 0)])
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
 @pytest.mark.parametrize("width", [1, 37, 1500])
-def test_rows_equal_top_k(kind, width):
+def test_rows_equal_a_sort(kind, width):
     scores = rows(kind, 5, width)
     columns = ints(width, width, width // 2, 0, width)
     keep = ints(width // 3, width + 5, width // 4, 3, -1)
     got = select(scores, columns, keep, width)
     assert got.dtype == torch.int32
     for row, n, k, kept in zip(scores, columns.tolist(), keep.tolist(), got.tolist(), strict=True):
-        assert kept == padded(top_k(row[None, :n], min(max(k, 0), n))[0].tolist(), width)
+        assert kept == padded(top(row[:n].tolist(), k), width)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
@@ -43,7 +61,7 @@ def test_protected_columns_count(kind):
     """The protected ones are kept first; the others are the best between them."""
     scores = rows(kind, 3, 60)
     got = select(scores, ints(60, 60, 60), ints(20, 5, 2), 30, first=4, last=ints(6, 6, 6))
-    middle = (top_k(scores[:1, 4:54], 10)[0] + 4).tolist()
+    middle = [4 + j for j in top(scores[0, 4:54].tolist(), 10)]
     assert got[0].tolist() == padded([*range(4), *middle, *range(54, 60)], 30)
     assert got[1].tolist() == padded([0, 1, 2, 3, 59], 30)
     assert got[2].tolist() == padded([0, 1], 30)
@@ -52,25 +70,24 @@ def test_protected_columns_count(kind):
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
 @pytest.mark.parametrize("size", [1, 4, 10, 70])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_chunks_equal_the_selector(kind, size, heads):
+def test_chunks_equal_a_sort(kind, size, heads):
     scores = rows(kind, 4, 61)
     groups = 4 // heads
     columns, keep = ints(61, 47, 61, 0)[:groups], ints(22, 13, 61, 5)[:groups]
     got = select_chunks(scores, columns, keep, 61, size=size, heads=heads)
     for g, (n, k) in enumerate(zip(columns.tolist(), keep.tolist(), strict=True)):
-        part = scores[g * heads : (g + 1) * heads, :n]
-        want = Chunks(size=size).select(part, min(k, n), 0)[0].tolist() if n else []
-        assert got[g].tolist() == padded(want, 61)
+        part = scores[g * heads : (g + 1) * heads, :n].tolist()
+        assert got[g].tolist() == padded(best_chunks(part, k, size), 61)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
 @pytest.mark.parametrize("size", [1, 7])
-def test_many_chunks_equal_the_selector(kind, size):
+def test_many_chunks_equal_a_sort(kind, size):
     """More of them than the kernel looks at together, before and behind the threshold."""
     scores = rows(kind, 1, 2500)
     for keep in (300, 1801):
         got = select_chunks(scores, ints(2500), ints(keep), keep, size=size)
-        assert torch.equal(got, Chunks(size=size).select(scores, keep, 0).int())
+        assert got[0].tolist() == best_chunks(scores.tolist(), keep, size)
 
 
 @pytest.mark.parametrize(("count", "width", "most"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
@@ -89,13 +106,26 @@ def test_rows_of_a_wider_buffer():
     buffer = torch.full((3, 50), torch.inf)
     buffer[:, 5:25] = rows("random", 3, 20)
     scores, columns = buffer[:, 5:40], ints(20, 20, 20)
-    want = top_k(scores[:, :20], 8).tolist()
+    want = [top(row, 8) for row in scores[:, :20].tolist()]
     assert select(scores, columns, ints(8, 8, 8), 8).tolist() == want
     assert select_chunks(scores, columns, ints(8, 8, 8), 8, size=1).tolist() == want
 
 
 def test_the_width_bounds_what_is_kept():
     assert select(torch.arange(9.0)[None], ints(9), ints(7), 2).tolist() == [[7, 8]]
+
+
+def test_columns_of_all_rows():
+    scores = rows("ties", 4, 30)
+    assert torch.equal(
+        select(scores, 25, ints(7, 8, 9, 1), 9),
+        select(scores, ints(*[25] * 4), ints(7, 8, 9, 1), 9),
+    )
+    given = dict(size=4, heads=2)
+    assert torch.equal(
+        select_chunks(scores, 25, ints(7, 8), 9, **given),
+        select_chunks(scores, ints(25, 25), ints(7, 8), 9, **given),
+    )
 
 
 @pytest.mark.parametrize(

@@ -166,16 +166,22 @@ def test_change_of_the_output_near_a_weight_of_one(rest, reduce):
     assert score(h, v.float(), reduce=reduce)[0, 5].item() == pytest.approx(want, rel=1e-4)
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("rest", [1e-5, 1e-3, 0.1])
-def test_fast_near_a_weight_of_one(rest):
-    v = random(1, 1, 33, 8)[1]
-    h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(33)) * rest).float()[None]
-    h[0, 5] = 0
-    left = h.double().sum().item()
-    h[0, 5] = 1 - left
-    want = (1 - left) / left * torch.linalg.vector_norm(v[0].float().mean(0) - v[0, 5]).item()
-    assert score(h, v.float(), fast=True)[0, 5].item() == pytest.approx(want, rel=1e-4)
+@pytest.mark.parametrize("tokens", [33, 1600])
+@pytest.mark.parametrize("rest", [1e-7, 2e-6, 1e-5, 1e-3, 0.1])
+def test_fast_near_a_weight_of_one(rest, tokens):
+    """``1 - h`` is what the others have, clamped: at 1e-5 a subtraction would be 0.6 % off."""
+    h, v = random(4, 2, tokens, 8)
+    for row, at in enumerate((5, 0, tokens - 1, tokens // 2)):
+        others = np.random.RandomState(row).dirichlet(np.ones(tokens)) * rest
+        h[row] = torch.from_numpy(others)
+        h[row, at] = 0
+        h[row, at] = 1 - h[row].double().sum().item()
+    got = score(h, v.float(), fast=True, reduce="l2")
+    apart = torch.linalg.vector_norm(v.float().mean(1, keepdim=True) - v, dim=-1)
+    left = h.double().sum(-1, keepdim=True) - h.double()  # exact: 53 bits hold both
+    want = h / left.clamp_min(1e-6) * apart.repeat_interleave(2, 0)
+    want = torch.linalg.vector_norm(want.view(2, 2, tokens), dim=1).float()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
 
 
 def test_denominator_is_clamped():

@@ -4,13 +4,25 @@ import sys
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.plan import PagePlan, Prompt, page_plan
-from vllm_kvcompress.policies.budgets import apportion, round_to_pages
+from vllm_kvcompress.policies import budgets
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
+
+
+def apportion(weights, total, caps, floor=0):
+    weights, caps = torch.tensor(weights, dtype=torch.float64), torch.tensor(caps)
+    out = budgets.apportion(weights, total, caps, floor)
+    assert out.dtype == torch.int64
+    return out.tolist()
+
+
+def round_to_pages(tokens, plan):
+    return budgets.round_to_pages(torch.tensor(tokens), plan).tolist()
 
 
 def water_fill(weights, rest, room):

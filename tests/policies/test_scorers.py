@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels import window_scores
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import Columns, LayerStats
+from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import SCORERS
@@ -157,9 +157,8 @@ def test_tiny_mha_shape_check():
     assert got.entropy.item() == pytest.approx(9.68691241, rel=1e-5)
     assert got.shift.item() == pytest.approx(0.0895930078, rel=1e-5)
 
-    stats = LayerStats(entropy=got.entropy.item(), shift=got.shift.item())
-    unit = LayerStats(entropy=1.0, shift=1.0)
-    share = Cake(tau1=1.6, tau2=0.4).preferences([stats, unit])
+    entropy, shift = (torch.stack([x, torch.ones(())]) for x in (got.entropy, got.shift))
+    share = Cake(tau1=1.6, tau2=0.4).preferences(entropy, shift).tolist()
     assert share == pytest.approx([0.00993233021, 1.0], rel=1e-4)
 
     score = CakeIndicator().score(columns(got.total, 2, rows=3, variance=got.variance))

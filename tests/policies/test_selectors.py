@@ -6,9 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.policies.selectors import SELECTORS, Chunks, HeavyRecent, TopK, top_k
+from vllm_kvcompress.policies.selectors import SELECTORS, Chunks, HeavyRecent, TopK
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
+
+
+def top_k(scores, keep):
+    """`TopK` of one layer."""
+    kept = TopK().select(torch.stack([scores]), scores.shape[1], torch.tensor([keep]), 0, keep)
+    assert kept.dtype == torch.int32
+    return kept[0].long()
 
 
 def sorted_top(row, keep):
@@ -23,7 +30,6 @@ def sorted_top(row, keep):
 def check(rows, keep):
     got = top_k(torch.tensor(rows, dtype=torch.float32), keep)
     assert got.shape == (len(rows), keep)
-    assert got.dtype == torch.int64
     # float32 may join values that differ in float64
     exact = np.asarray(rows, dtype=np.float32).tolist()
     assert got.tolist() == [sorted_top(row, keep) for row in exact]
@@ -117,7 +123,23 @@ def test_no_columns():
     assert top_k(torch.empty(2, 0), 0).shape == (2, 0)
 
 
-@pytest.mark.parametrize("keep", [-1, 4])
-def test_keep_is_checked(keep):
-    with pytest.raises(ValueError, match=r"keep must be in 0\.\.3"):
-        top_k(torch.zeros(1, 3), keep)
+@pytest.mark.parametrize(("keep", "expected"), [(-1, []), (4, [0, 1, 2])])
+@pytest.mark.parametrize("selector", [TopK(), Chunks(), HeavyRecent()])
+def test_keep_is_clamped(selector, keep, expected):
+    """It is read on the device, where nothing can be raised."""
+    got = selector.select(torch.zeros(1, 1, 3), 3, torch.tensor([keep]), 0, 5)
+    assert got.tolist() == [[[*expected, *[-1] * (5 - len(expected))]]]
+
+
+@pytest.mark.parametrize("selector", [TopK(), TopK(shared=True), Chunks(size=3), HeavyRecent()])
+def test_layers_are_as_if_alone(selector):
+    """Each keeps what is its own; what lies behind the past tokens has no say."""
+    scores = torch.randint(0, 5, (4, 2, 48)).float()
+    scores[..., 41:] = torch.inf
+    keep = [7, 0, 41, 20]
+    got = selector.select(scores, 41, torch.tensor(keep), 3, 41)
+    for layer, n in enumerate(keep):
+        row = scores[layer : layer + 1, :, :41].contiguous()
+        want = selector.select(row, 41, torch.tensor([n]), 3, n)
+        assert torch.equal(got[layer, :, :n], want[0])
+        assert (got[layer, :, n:] == -1).all()

@@ -1,4 +1,4 @@
-"""What a worker does in the step that ends a prefill: observe, choose, pack.
+"""What a worker does in the steps of a prefill: watch its layers, and pack the prompt at its end.
 
 Per step: `begin_step`, then `begin_batch` from the metadata builder once the batch is laid out,
 `after_attention` from each layer, and `end_step` after the last one.
@@ -11,12 +11,14 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvcompress_kernels import column_sums, gather_kept, merge_evicted, scatter_kept
+from kvcompress_kernels import column_sums
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.kv_layouts import PageViews
+from vllm_kvcompress.engine.packing import Finished, Packer
 from vllm_kvcompress.engine.page_pool import PagePool
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
-from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of, with_tail
+from vllm_kvcompress.pipeline import Method, method_of
+from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.base import Reads
 
 logger = init_logger("vllm.kvcompress")
@@ -42,16 +44,6 @@ class _Prefill:
 
 
 @dataclass(slots=True)
-class _Finishing:
-    """A request whose prefill ends in this step."""
-
-    todo: Compression
-    method: Method
-    blocks: torch.Tensor  # [ceil(S / bs)] int64, vLLM block ids of the prompt
-    layers: list[Observed] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Span:
     """One watched request's tokens in this step's batch.
 
@@ -64,7 +56,6 @@ class _Span:
     stop: int
     blocks: torch.Tensor
     prefill: _Prefill
-    finishing: _Finishing | None
 
 
 class PromptCompressor:
@@ -76,6 +67,7 @@ class PromptCompressor:
         views: reads the pool's pages as keys and values (`kv_layouts`).
         scale: factor on the attention logits.
         num_layers: layers on this worker, L.
+        queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
     """
 
     def __init__(
@@ -86,17 +78,17 @@ class PromptCompressor:
         *,
         scale: float,
         num_layers: int,
+        queries: tuple[int, int, torch.dtype],
     ) -> None:
         self.pool = pool
         self.compressed = 0
         self._settings = settings
-        self._keys, self._values = views(pool.pages)
-        self._scale = scale
-        self._num_layers = num_layers
+        self.packer = Packer(pool, views, scale=scale, num_layers=num_layers)
+        self._queries = queries
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
         self._spans: list[_Span] = []
-        self._finishing: list[_Finishing] = []
+        self._finished: list[Finished] = []
         self.running = False
 
     # -- the step -----------------------------------------------------------------------------
@@ -109,10 +101,14 @@ class PromptCompressor:
         for request_id in gone:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
+        self.abort_step()
         self._step = getattr(output, "kvcompress", None)
-        self._spans = []
-        self._finishing = []
         self.running = True
+
+    def abort_step(self) -> None:
+        """Drop what is left of a step that did not come to its end."""
+        self._step, self._spans, self._finished = None, [], []
+        self.running = False
 
     def begin_batch(
         self, request_ids: Sequence[str], query_start: Sequence[int], block_table: torch.Tensor
@@ -144,16 +140,27 @@ class PromptCompressor:
             prefill.tokens += stop - start
             tokens = prefill.tokens if todo is None else todo.plan.tokens
             blocks = block_table[row, : -(-tokens // self.pool.block_size)].long()
-            finishing = None
             if todo is not None:
-                finishing = _Finishing(todo, method, blocks)
-                self._finishing.append(finishing)
                 if Reads.COLUMN_SUMS in method.reads and prefill.tokens != tokens:
                     raise RuntimeError(
                         f"request {request_id}: {prefill.tokens} tokens were seen at the end of"
                         f" prefill, {tokens} are needed"
                     )
-            self._spans.append(_Span(start, stop, blocks, prefill, finishing))
+                finished = Finished(
+                    todo=todo,
+                    method=method,
+                    blocks=blocks,
+                    queries=prefill.queries,
+                    sums=prefill.sums,
+                )
+                self._finished.append(finished)
+            if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
+                self._spans.append(_Span(start, stop, blocks, prefill))
+
+    @property
+    def planned(self) -> bool:
+        """Whether this step's batch, not laid out yet, has prefills to watch."""
+        return self._step is not None
 
     @property
     def watching(self) -> bool:
@@ -161,60 +168,35 @@ class PromptCompressor:
         return bool(self._spans)
 
     def after_attention(self, layer: int, query: torch.Tensor) -> None:
-        """Keep what later chunks need; at the end of a prefill, score the prompt.
+        """Keep what the end of the prefill needs of this chunk.
 
         Args:
             layer: index of the layer on this worker.
             query: ``[num_tokens, Hq, D]``, rotated.
         """
         for span in self._spans:
-            where = PagedLayer(
-                layer=layer,
-                key_pages=self._keys,
-                value_pages=self._values,
-                pages=self.pool.flat_ids(layer, span.blocks),
-                scale=self._scale,
-            )
-            reads, window, sums = span.prefill.method.reads_of(layer), None, None
+            prefill = span.prefill
+            reads = prefill.method.reads_of(layer)
             if Reads.WINDOW in reads:
-                window = self._latest(layer, span, query)
+                prefill.queries[layer] = self._latest(layer, span, query)
             if Reads.COLUMN_SUMS in reads:
-                sums = self._accumulated(where, span, query)
-            if span.finishing is not None:
-                plan = span.finishing.todo.plan
-                if window is not None and len(window) != plan.window:
-                    raise RuntimeError(
-                        f"request {span.finishing.todo.request_id}: {len(window)} window queries"
-                        f" were kept at the end of prefill, {plan.window} are needed"
-                    )
-                seen = span.finishing.method.observe(where, plan, window, sums)
-                assert len(span.finishing.layers) == layer, "layers run in their order"
-                span.finishing.layers.append(seen)
-                continue
-            if window is not None:
-                span.prefill.queries[layer] = window.clone()
-            if sums is not None:
-                span.prefill.sums[layer] = sums
+                prefill.sums[layer] = self._accumulated(layer, span, query)
 
     def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
         latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
-        earlier = span.prefill.queries.pop(layer, None)
+        earlier = span.prefill.queries.get(layer)
         missing = span.prefill.window - len(latest)
         if earlier is not None and missing > 0:
             return torch.cat([earlier[-missing:], latest])
-        return latest
+        return latest.clone()  # the model goes on to write over its queries
 
-    def _accumulated(self, where: PagedLayer, span: _Span, query: torch.Tensor) -> torch.Tensor:
+    def _accumulated(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """Column sums ``[Hq, tokens]`` of the prefill so far: a chunk's rows are final."""
-        sums = column_sums(
-            query[span.start : span.stop],
-            where.key_pages,
-            where.pages,
-            span.prefill.tokens,
-            where.scale,
-        )
-        earlier = span.prefill.sums.pop(where.layer, None)
+        where, prefill = self.packer.where(layer, span.blocks), span.prefill
+        rows = query[span.start : span.stop]
+        sums = column_sums(rows, where.key_pages, where.pages, prefill.tokens, where.scale)
+        earlier = prefill.sums.get(layer)
         if earlier is not None:
             sums[:, : earlier.shape[1]] += earlier
         return sums
@@ -230,65 +212,64 @@ class PromptCompressor:
                 f"the step ran without its compressions of {self._step.compress}: the attention"
                 " backend's metadata builder was not called"
             )
-        for finishing in self._finishing:
-            self._pack(finishing)
-            self._prefills.pop(finishing.todo.request_id, None)
-        self._finishing = []
-        self._spans = []
-        self.running = False
+        for finished in self._finished:
+            pages = self.packer.pack(finished)
+            self._prefills.pop(finished.todo.request_id, None)
+            self.compressed += 1
+            self._report(finished.todo, pages)
+        self.abort_step()
 
-    # -- packing ------------------------------------------------------------------------------
+    def warm_up(self, longest: int) -> None:
+        """Compress prompts of nobody, so that no request waits for a kernel to be compiled.
 
-    def _pack(self, finishing: _Finishing) -> None:
-        todo, plan = finishing.todo, finishing.todo.plan
-        pages = finishing.method.layer_pages(plan, finishing.layers)
-        targets = list(self.pool.destination(todo.destination)[: plan.pages].split(pages))
-        # In place a layer's target may be another layer's source: read all before writing any.
-        packed = (self._gather(layer, count, finishing) for layer, count in enumerate(pages))
-        for (keys, values), target in zip(
-            list(packed) if todo.in_place else packed, targets, strict=True
-        ):
-            scatter_kept(self._keys, self._values, keys, values, target)
-        self.pool.admit(todo.request_id, targets, plan.full_blocks)
-        self.compressed += 1
-        self._report(todo, pages)
-
-    def _gather(
-        self, layer: int, count: int, finishing: _Finishing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's kept tokens as whole pages; merging also rewrites the layer's tail."""
-        plan = finishing.todo.plan
-        kept = finishing.method.select(finishing.layers, layer, plan, count)
-        if finishing.method.merge:
-            return self._merge(layer, kept, finishing)
-        prompt = self.pool.flat_ids(layer, finishing.blocks[: plan.full_blocks])
-        return gather_kept(self._keys, self._values, prompt, kept)
-
-    def _merge(
-        self, layer: int, kept: torch.Tensor, finishing: _Finishing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = finishing.todo.plan
-        pages = self.pool.flat_ids(layer, finishing.blocks)
-        keys, values = merge_evicted(
-            self._keys, self._values, pages, plan.tokens, with_tail(kept, plan)
+        All their blocks are the null block, which no request reads. Lengths are one per
+        configuration of the kernels, and odd; whole attention is watched in the first one alone.
+        """
+        (heads, dim, dtype), block = self._queries, self.pool.block_size
+        settings, layers = self._settings, range(self.packer.num_layers)
+        budget = settings.budget if isinstance(settings.budget, int) else 0
+        short = max(
+            2 * settings.resolved_window, 4 * block, settings.min_prompt, budget + 2 * block
         )
-        keys, values = keys.to(self._keys.dtype), values.to(self._values.dtype)
-        packed = kept.shape[1]
-        if plan.tail:  # the request's own block: no hash, no other reader
-            last = pages[-1]
-            self._keys[last, :, :, : plan.tail] = keys[:, packed:].transpose(1, 2)
-            self._values[last, :, : plan.tail] = values[:, packed:]
-        shape = (len(kept), packed // plan.block_size, plan.block_size, keys.shape[-1])
-        return (
-            keys[:, :packed].reshape(shape).permute(1, 0, 3, 2),
-            values[:, :packed].reshape(shape).permute(1, 0, 2, 3),
-        )
+        method = method_of(settings)
+        lengths = sorted({min(short + extra, longest) for extra in (3, 4096, 32768, longest)})
+        for tokens in lengths:
+            plan = page_plan(settings.prompt(len(layers), tokens), block)
+            if plan is None:
+                continue
+            device = self.pool.pages.device
+            rows = max(plan.window, 1)
+            if tokens == lengths[0] and Reads.COLUMN_SUMS in method.reads:
+                rows = tokens
+            query = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
+            blocks = torch.zeros(-(-tokens // block), dtype=torch.int64, device=device)
+            span = _Span(0, rows, blocks, _Prefill(method, plan.window, tokens=tokens))
+            for layer in layers if rows == tokens else ():
+                self._accumulated(layer, span, query)
+            for in_place in (False, tokens == lengths[0]):
+                todo = Compression(
+                    request_id="",
+                    settings=settings,
+                    plan=plan,
+                    destination=(0,) * plan.blocks,
+                    in_place=in_place,
+                )
+                sums = torch.zeros(heads, tokens, device=device)
+                finished = Finished(
+                    todo=todo,
+                    method=method,
+                    blocks=blocks,
+                    queries=dict.fromkeys(layers, query[: plan.window]),
+                    sums=dict.fromkeys(layers, sums),
+                )
+                self.packer.pack(finished)
+                self.pool.forget("")
 
-    def _report(self, todo: Compression, pages: list[int]) -> None:
+    def _report(self, todo: Compression, pages: torch.Tensor) -> None:
         if not self._settings.log_requests:
             return
         plan = todo.plan
-        tokens = [count * plan.block_size + plan.tail for count in pages]
+        tokens = (pages * plan.block_size + plan.tail).tolist()
         tail_blocks = int(plan.tail > 0)
         logger.info(
             "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f blocks_before=%d"

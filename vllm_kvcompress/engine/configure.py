@@ -28,7 +28,8 @@ logger = init_logger("vllm.kvcompress")
 
 _INSTALLED = "_kvcompress_configure"
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.CompressingCPUWorker"
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker_cpu.CompressingCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvcompress.engine.worker_cuda.CompressingGPUWorker",
 }
 SCHEDULERS = {
     False: "vllm_kvcompress.engine.scheduler.CompressingScheduler",

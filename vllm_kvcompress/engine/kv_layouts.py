@@ -4,8 +4,6 @@ Everything above this file sees two strided views of one page array: keys
 ``[N, Hkv, D, block_size]`` and values ``[N, Hkv, block_size, D]``.
 """
 
-from collections.abc import Callable, Mapping
-
 import torch
 
 PageViews = tuple[torch.Tensor, torch.Tensor]
@@ -30,4 +28,11 @@ def cpu_attn(pages: torch.Tensor) -> PageViews:
     return keys, values
 
 
-LAYOUTS: Mapping[str, Callable[[torch.Tensor], PageViews]] = {"CPU_ATTN": cpu_attn}
+def interleaved(pages: torch.Tensor) -> PageViews:
+    """FLASH_ATTN and TRITON_ATTN: a token's K and V side by side, heads or tokens outermost.
+
+    Args:
+        pages: ``[N, Hkv, block_size, 2 * D]``, any strides: K in the first half of the last axis.
+    """
+    keys, values = pages.chunk(2, dim=-1)
+    return keys.transpose(2, 3), values

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 
+CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _WITHOUT = "serve this model without --kv-compress"
 
 # Architectures whose attention adds ALiBi, or may by their config.
@@ -34,12 +36,34 @@ def _alibi(config: VllmConfig) -> str | None:
     return None
 
 
-def _processor(config: VllmConfig) -> str | None:
-    machine = platform.machine().lower()
-    if machine not in {"x86_64", "amd64"}:
+def _platform(config: VllmConfig) -> str | None:
+    if current_platform.is_cpu():
+        machine = platform.machine().lower()
+        if machine not in {"x86_64", "amd64"}:
+            return (
+                "the CPU backend's cache layout is known on x86-64 alone, this is"
+                f" {machine}; serve without --kv-compress on this machine"
+            )
+        return None
+    if not current_platform.is_cuda():
         return (
-            "the CPU backend's cache layout is known on x86-64 alone, this is"
-            f" {machine}; serve without --kv-compress on this machine"
+            "it runs on CUDA and on CPUs, this is"
+            f" {current_platform.device_name}; serve without --kv-compress on this machine"
+        )
+    if not config.use_v2_model_runner:
+        return (
+            "on CUDA it runs on Model Runner V2 alone; unset VLLM_USE_V2_MODEL_RUNNER, and see in"
+            " vLLM's log which option made it take V1"
+        )
+    return None
+
+
+def _backend(config: VllmConfig) -> str | None:
+    chosen = config.attention_config.backend
+    if current_platform.is_cuda() and chosen is not None and chosen.name not in CUDA_BACKENDS:
+        return (
+            f"the attention backend must be one of {list(CUDA_BACKENDS)}, got {chosen.name};"
+            f" pass --attention-backend {CUDA_BACKENDS[0]}"
         )
     return None
 
@@ -110,6 +134,25 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
     return None
 
 
+def _executor(config: VllmConfig) -> str | None:
+    backend = config.parallel_config.distributed_executor_backend
+    if backend in ("ray", "external_launcher"):
+        return (
+            "every step must go through the worker, and this executor calls the model runner"
+            f" itself; set --distributed-executor-backend mp, got {backend}"
+        )
+    return None
+
+
+def _fault_tolerance(config: VllmConfig) -> str | None:
+    if getattr(config.parallel_config, "enable_fault_tolerance", False):
+        return (
+            "a worker that survives a failed step would keep packed requests that are gone; remove"
+            " --enable-fault-tolerance"
+        )
+    return None
+
+
 def _microbatches(config: VllmConfig) -> str | None:
     parallel = config.parallel_config
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0):
@@ -162,7 +205,8 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 
 REFUSALS: tuple[Callable[[Any], str | None], ...] = (
-    _processor,
+    _platform,
+    _backend,
     _mla,
     _alibi,
     _full_attention,
@@ -170,6 +214,8 @@ REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _kv_connector,
     _context_parallel,
     _pipeline_parallel,
+    _executor,
+    _fault_tolerance,
     _microbatches,
     _speculative,
     _cascade,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from vllm.platforms import current_platform
 
 from vllm_kvcompress.errors import SeamError
 
@@ -21,6 +22,7 @@ class Seam:
             that is called through, with something added before or after).
         params: parameters of `target` that we pass or override by name.
         remove_when: observable event after which the entry can go.
+        on: the platform that needs it, "cpu" or "cuda"; both when empty.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Seam:
     kind: str
     params: tuple[str, ...]
     remove_when: str
+    on: str = ""
 
     def check(self, version: str) -> None:
         """Raise SeamError unless `target` exists and takes `params`. Touches nothing."""
@@ -142,35 +145,40 @@ SEAMS = (
         remove_when="vLLM lets plugins attach data to the SchedulerOutput",
     ),
     Seam(
-        name="worker",
+        name="worker_cpu",
+        on="cpu",
         target="vllm.v1.worker.cpu_worker:CPUWorker.load_model",
         kind="subclass",
         params=(),
         remove_when=_SUBCLASS,
     ),
     Seam(
-        name="worker",
+        name="worker_cpu",
+        on="cpu",
         target="vllm.v1.worker.cpu_worker:CPUWorker.get_kv_cache_spec",
         kind="subclass",
         params=(),
         remove_when=_SUBCLASS,
     ),
     Seam(
-        name="attention",
+        name="attention_cpu",
+        on="cpu",
         target="vllm._custom_ops:cpu_attn_get_scheduler_metadata",
         kind="subclass",
         params=("seq_lens", "query_start_loc", "isa", "enable_kv_split", "kv_cache_dtype"),
         remove_when=_SUBCLASS,
     ),
     Seam(
-        name="worker",
+        name="worker_cpu",
+        on="cpu",
         target="vllm.v1.worker.cpu_worker:CPUWorker.execute_model",
         kind="subclass",
         params=("scheduler_output",),
         remove_when=_SUBCLASS,
     ),
     Seam(
-        name="worker",
+        name="worker_cpu",
+        on="cpu",
         target="vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config",
         kind="subclass",
         params=("kv_cache_config",),
@@ -191,31 +199,148 @@ SEAMS = (
         remove_when="vLLM forgets a cached backend when its override changes",
     ),
     Seam(
-        name="attention",
+        name="attention_cpu",
+        on="cpu",
         target=f"{_CPU}:CPUAttentionMetadataBuilder.build",
         kind="subclass",
         params=("common_prefix_len", "common_attn_metadata", "fast_build"),
         remove_when=_SUBCLASS,
     ),
     Seam(
-        name="attention",
+        name="attention_cpu",
+        on="cpu",
         target=f"{_CPU}:CPUAttentionBackendImpl.forward",
         kind="subclass",
         params=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
         remove_when=_SUBCLASS,
     ),
+    Seam(
+        name="worker_cuda",
+        on="cuda",
+        target="vllm.v1.worker.gpu_worker:Worker.load_model",
+        kind="subclass",
+        params=(),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker_cuda",
+        on="cuda",
+        target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        kind="subclass",
+        params=(),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker_cuda",
+        on="cuda",
+        target="vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+        kind="subclass",
+        params=(),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker_cuda",
+        on="cuda",
+        target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+        kind="subclass",
+        params=("kv_cache_config",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker_cuda",
+        on="cuda",
+        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        kind="subclass",
+        params=(),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker_cuda",
+        on="cuda",
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        kind="subclass",
+        params=("scheduler_output",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention_cuda",
+        on="cuda",
+        target="vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build",
+        kind="subclass",
+        params=("common_prefix_len", "common_attn_metadata", "fast_build"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention_cuda",
+        on="cuda",
+        target="vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward",
+        kind="subclass",
+        params=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention_cuda",
+        on="cuda",
+        target="vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build",
+        kind="subclass",
+        params=("common_prefix_len", "common_attn_metadata", "fast_build"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention_cuda",
+        on="cuda",
+        target="vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward",
+        kind="subclass",
+        params=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="attention_cuda",
+        on="cuda",
+        target="vllm.v1.attention.backends.triton_attn:"
+        "TritonAttentionMetadataBuilder.build_for_cudagraph_capture",
+        kind="subclass",
+        params=("common_attn_metadata",),
+        remove_when=_SUBCLASS,
+    ),
+    Seam(
+        name="worker",
+        target="vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.dispatch",
+        kind="wrap",
+        params=("num_reqs", "num_tokens", "uniform_token_count"),
+        remove_when="vLLM lets a plugin ask for a step without whole-graph replay",
+    ),
+    Seam(
+        name="worker",
+        target="vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor",
+        kind="wrap",
+        params=("cg_mode", "num_tokens", "num_reqs"),
+        remove_when="vLLM lets a plugin ask for a step without whole-graph replay",
+    ),
+    Seam(
+        name="page_pool",
+        target="vllm.utils.torch_utils:async_tensor_h2d",
+        kind="wrap",
+        params=("data", "device", "dtype", "out"),
+        remove_when="torch uploads host lists without waiting",
+    ),
 )
 
 
 def check_all(version: str) -> None:
-    """Raise SeamError unless this vLLM is supported and has every seam. Touches nothing."""
+    """Raise SeamError unless this vLLM is supported and has this platform's seams.
+
+    Touches nothing.
+    """
     if not TESTED.contains(version, prereleases=True):
         raise SeamError(
             f"vLLM {version} is untested with --kv-compress; install a vLLM in {TESTED}, or serve"
             " without --kv-compress"
         )
+    platform = "cuda" if current_platform.is_cuda() else "cpu"
     for seam in SEAMS:
-        seam.check(version)
+        if seam.on in ("", platform):
+            seam.check(version)
 
 
 def install() -> None:

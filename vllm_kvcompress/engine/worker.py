@@ -1,48 +1,56 @@
-"""Seam `worker`: vLLM's worker, which packs prompts after the step that ends their prefill."""
+"""Seam `worker`: vLLM's workers, which pack prompts after the step that ends their prefill.
 
+`worker_cpu` and `worker_cuda` name them; each imports nothing of the other's platform.
+"""
+
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.attention import (
+    Backends,
     BatchOrder,
-    CompressedCPUBuilder,
-    CompressedCPUImpl,
-    override_backend,
+    CompressedBuilder,
+    CompressedImpl,
+    override_backends,
 )
 from vllm_kvcompress.engine.compressor import PromptCompressor
+from vllm_kvcompress.engine.footprint import max_blocks, max_rows
 from vllm_kvcompress.engine.kv_cache import compressed_specs
-from vllm_kvcompress.engine.kv_layouts import LAYOUTS
 from vllm_kvcompress.engine.page_pool import PagePool
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import ConfigError, SeamError
 
 
-class CompressingCPUWorker(CPUWorker):
-    """vLLM's CPU worker with compression, for both of vLLM's model runners."""
+class CompressingWorker:
+    """Mixin before a vLLM worker, for both of vLLM's model runners."""
 
+    backends: ClassVar[Backends]
     compressor: PromptCompressor | None = None
+    vllm_config: VllmConfig
+    model_runner: Any
 
     @property
     def settings(self) -> CompressionConfig:
         return CompressionConfig.parse(self.vllm_config.additional_config["kvcompress"])
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with override_backend():
-            super().load_model(*args, **kwargs)
+        with override_backends(self.backends):
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        refuse_other_backends(self.vllm_config, self.backends)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return compressed_specs(super().get_kv_cache_spec(), self.settings)
+        return compressed_specs(super().get_kv_cache_spec(), self.settings)  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self.compressor = bind_compressor(
             self.vllm_config, self.settings, self.model_runner, kv_cache_config
         )
@@ -51,12 +59,29 @@ class CompressingCPUWorker(CPUWorker):
         assert self.compressor is not None
         self.compressor.begin_step(scheduler_output)
         try:
-            result = super().execute_model(scheduler_output)
+            result = super().execute_model(scheduler_output)  # type: ignore[misc]
         except BaseException:
-            self.compressor.running = False
+            self.compressor.abort_step()
             raise
         self.compressor.end_step()
         return result
+
+
+def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
+    """Raise ConfigError unless every attention layer runs on one of our backends."""
+    layers = config.compilation_config.static_forward_context.values()
+    others = {
+        layer.attn_backend.get_name()
+        for layer in layers
+        if isinstance(layer, Attention) and not isinstance(layer.impl, CompressedImpl)
+    }
+    if others:
+        names = sorted(backend.name for backend in known)
+        raise ConfigError(
+            f"--kv-compress works with the attention backends {names}, vLLM chose"
+            f" {sorted(others)}; pass --attention-backend {names[0]}, or serve without"
+            " --kv-compress"
+        )
 
 
 def bind_compressor(
@@ -73,9 +98,10 @@ def bind_compressor(
     context = config.compilation_config.static_forward_context
     layers: list[Attention] = [context[name] for name in names]
     builders = [b for groups in runner.attn_groups for g in groups for b in g.metadata_builders]
-    wrong = [type(layer.impl) for layer in layers if not isinstance(layer.impl, CompressedCPUImpl)]
-    wrong += [type(b) for b in builders if not isinstance(b, CompressedCPUBuilder)]
-    if wrong or len(builders) != 1 or len(kv_cache_config.kv_cache_groups) != 1:
+    impls = {type(layer.impl) for layer in layers}
+    wrong = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
+    wrong += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
+    if wrong or len(impls) != 1 or len(builders) != 1 or len(kv_cache_config.kv_cache_groups) != 1:
         raise SeamError(
             "compression needs one group of attention layers, all on its own backend; got"
             f" {len(kv_cache_config.kv_cache_groups)} KV cache groups, {len(builders)} builders"
@@ -97,20 +123,50 @@ def bind_compressor(
     pool = PagePool(
         caches,
         max_requests=config.scheduler_config.max_num_seqs,
-        max_blocks=-(-config.model_config.max_model_len // block_size),
+        max_rows=max_rows(config),
+        max_blocks=max_blocks(config),
         block_size=block_size,
     )
     compressor = PromptCompressor(
         settings,
         pool,
-        LAYOUTS["CPU_ATTN"],
+        layers[0].impl.page_views,
         scale=scales.pop(),
         num_layers=len(layers),
+        queries=(layers[0].impl.num_heads, layers[0].impl.head_size, config.model_config.dtype),
     )
     for index, layer in enumerate(layers):
         layer.impl.bind(compressor, index)
     builders[0].bind(compressor, batch_order(runner))
+    watch_every_layer(runner, compressor)
     return compressor
+
+
+def watch_every_layer(runner: Any, compressor: PromptCompressor) -> None:
+    """Never replay a whole graph in a step whose layers must be seen.
+
+    A replay runs no Python, so that no layer would be scored. It is decode steps that are
+    replayed, and the last token of a prompt alone counts as one. Such a step runs piecewise, or
+    without a graph.
+    """
+    manager = getattr(runner, "cudagraph_manager", None)
+    if manager is None:
+        return
+    dispatch = manager.dispatch
+
+    def dispatching(
+        num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not compressor.planned:
+            return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+        found = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
+        if found.cg_mode != CUDAGraphMode.FULL:
+            return found
+        return dataclasses.replace(
+            found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs
+        )
+
+    manager.dispatch = dispatching
 
 
 def _layer_index(name: str) -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
@@ -36,8 +36,11 @@ class Allocator(Protocol):
     exact_ratio: ClassVar[bool]
     """Whether a ratio is rounded once over all layers, instead of down in each."""
 
-    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None) -> list[int]:
-        """Past tokens to keep in each layer: N ints in [0, P] with sum `prompt.past_total`."""
+    def allocate(self, prompt: Prompt, stats: LayerStats | None) -> torch.Tensor:
+        """Past tokens to keep in each layer: ``[N]`` int64 in [0, P] with sum `prompt.past_total`.
+
+        On the device of the statistics, which nothing waits for; on the CPU if it reads none.
+        """
         ...
 
 
@@ -53,23 +56,27 @@ class Scorer(Protocol):
 
 
 class Selector(Protocol):
-    """Turns one layer's scores into positions."""
+    """Turns the layers' scores into positions."""
 
     def source(self, layer: int) -> int:
         """The layer whose scores `layer` uses: itself, or an earlier one."""
         ...
 
-    def protect(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
-        """`scores` with +inf where the selector keeps a position whatever its score."""
+    def protect(self, scores: torch.Tensor, keep: torch.Tensor, after: int) -> torch.Tensor:
+        """`scores` ``[L, Hkv, n]`` with +inf where a position is kept whatever its score."""
         ...
 
-    def select(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
-        """``[Hkv, keep]`` int64 ascending positions.
+    def select(
+        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+    ) -> torch.Tensor:
+        """``[L, Hkv, most]`` int32 ascending positions, -1 behind the last one of each row.
 
         Args:
-            scores: ``[Hkv, n]`` float32.
-            keep: 0 to n.
+            scores: ``[L, Hkv, W]`` float32, contiguous; fastest where W is a multiple of 16.
+            past: scores of each row that count, n; what lies behind them does not matter.
+            keep: ``[L]`` integers on the device of the scores, clamped to 0 .. min(n, most).
             after: tokens that are kept in any case after these n.
+            most: width of the result, known to the host.
         """
         ...
 

@@ -4,51 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
+from kvcompress_kernels import select, select_chunks
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import Selector
-
-
-def top_k(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """The `keep` best positions of each KV head, exact ties included.
-
-    Higher scores first, then lower positions: max pooling makes plateaus of equal scores, so ties
-    at the boundary are the normal case, and ``torch.topk`` leaves their order open. NaN ranks
-    last, level with -inf.
-
-    Args:
-        scores: ``[Hkv, n]`` float32.
-        keep: 0 to n.
-
-    Returns:
-        ``[Hkv, keep]`` int64, ascending.
-
-    Raises:
-        ValueError: `keep` is outside 0 to n.
-    """
-    heads, n = scores.shape
-    if not 0 <= keep <= n:
-        raise ValueError(f"top_k: keep must be in 0..{n}, got {keep}")
-    if keep == 0:
-        return torch.empty(heads, 0, dtype=torch.int64, device=scores.device)
-    if keep == n:
-        return torch.arange(n, device=scores.device).expand(heads, n)
-    scores = _without_nan(scores)
-    boundary = scores.topk(keep, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above, level = scores > boundary, scores == boundary
-    room = keep - above.sum(-1, keepdim=True)
-    return _positions(above | (level & (level.cumsum(-1) <= room)), keep)
-
-
-def _without_nan(scores: torch.Tensor) -> torch.Tensor:
-    return torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-
-
-def _positions(kept: torch.Tensor, keep: int) -> torch.Tensor:
-    """``[H, n]`` bool with `keep` set in each row to ``[H, keep]`` int64, ascending."""
-    # the count is known: unlike nonzero, this need not ask a GPU for it
-    return torch.nonzero_static(kept, size=len(kept) * keep)[:, 1].view(len(kept), keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +23,17 @@ class TopK:
     def source(self, layer: int) -> int:
         return layer
 
-    def protect(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
+    def protect(self, scores: torch.Tensor, keep: torch.Tensor, after: int) -> torch.Tensor:
         return scores
 
-    def select(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
-        """``[Hkv, keep]`` int64 ascending (`top_k`)."""
-        if self.shared:
-            return top_k(scores.mean(0, keepdim=True), keep).expand(len(scores), keep)
-        return top_k(scores, keep)
+    def select(
+        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+    ) -> torch.Tensor:
+        """``[L, Hkv, most]`` int32 (`kvcompress_kernels.select`)."""
+        ranked = scores.mean(1, keepdim=True) if self.shared else scores
+        rows, counts = ranked.flatten(0, 1), _per_row(keep, ranked.shape[1])
+        best = select(rows, past, counts, most)
+        return best.view(*ranked.shape[:2], most).expand(-1, scores.shape[1], -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,34 +63,19 @@ class Chunks:
     def source(self, layer: int) -> int:
         return layer // self.reuse * self.reuse
 
-    def protect(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
+    def protect(self, scores: torch.Tensor, keep: torch.Tensor, after: int) -> torch.Tensor:
         return scores
 
-    def select(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
-        """``[Hkv, keep]`` int64 ascending.
-
-        Raises:
-            ValueError: `keep` is outside 0 to n.
-        """
-        heads, n = scores.shape
-        if not 0 <= keep <= n:
-            raise ValueError(f"chunks: keep must be in 0..{n}, got {keep}")
-        if keep in (0, n):
-            return top_k(scores, keep)
-        if self.shared:
-            scores = scores.sum(0, keepdim=True, dtype=torch.float64)
-        count = -(-n // self.size)
-        start = torch.arange(count, device=scores.device) * self.size
-        length = (n - start).clamp(max=self.size)
-        rows = pad(_without_nan(scores), (0, count * self.size - n)).view(-1, count, self.size)
-        mean = _without_nan(rows.sum(-1, dtype=torch.float64) / length)  # equal chunks must tie
-        order = mean.sort(stable=True, dim=-1, descending=True).indices
-        ranked = length.expand_as(order).gather(-1, order)
-        taken = torch.minimum(ranked, (keep - ranked.cumsum(-1) + ranked).clamp(min=0))
-        share = torch.empty_like(taken).scatter_(-1, order, taken)
-        position = torch.arange(n, device=scores.device)
-        kept = position % self.size < share[:, position // self.size]
-        return _positions(kept, keep).expand(heads, keep)
+    def select(
+        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+    ) -> torch.Tensor:
+        """``[L, Hkv, most]`` int32 (`kvcompress_kernels.select_chunks`)."""
+        layers, heads, _ = scores.shape
+        together = heads if self.shared else 1
+        counts = _per_row(keep, heads // together)
+        rows = scores.flatten(0, 1)
+        best = select_chunks(rows, past, counts, most, size=self.size, heads=together)
+        return best.view(layers, heads // together, most).expand(-1, heads, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,20 +102,33 @@ class HeavyRecent:
     def source(self, layer: int) -> int:
         return layer
 
-    def protect(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
-        """``[Hkv, n]``: `scores` with +inf at the sinks and the recents, finite elsewhere."""
-        n, kept = scores.shape[1], keep + after
-        sinks = min(self.sinks, keep)
-        recents = min(max(int(kept * self.recent) - after, 0), keep - sinks)
-        top = torch.finfo(scores.dtype).max
-        lifted = torch.nan_to_num(scores, nan=-torch.inf, posinf=top, neginf=-torch.inf)
-        lifted[:, :sinks] = torch.inf
-        lifted[:, n - recents :] = torch.inf
-        return lifted
+    def protect(self, scores: torch.Tensor, keep: torch.Tensor, after: int) -> torch.Tensor:
+        """``[L, Hkv, n]``: `scores` with +inf at the sinks and the recents, finite elsewhere."""
+        past, top = scores.shape[2], torch.finfo(scores.dtype).max
+        sinks = keep.clamp(max=self.sinks)
+        recents = self._recents(keep, after).minimum(keep - sinks)
+        column = torch.arange(past, device=scores.device)
+        guarded = (column < sinks[:, None]) | (column >= past - recents[:, None])
+        free = torch.nan_to_num(scores, nan=-torch.inf, posinf=top, neginf=-torch.inf)
+        return free.where(~guarded[:, None], torch.inf)
 
-    def select(self, scores: torch.Tensor, keep: int, after: int) -> torch.Tensor:
-        """``[Hkv, keep]`` int64 ascending (`top_k` of the protected scores)."""
-        return top_k(self.protect(scores, keep, after), keep)
+    def select(
+        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+    ) -> torch.Tensor:
+        """``[L, Hkv, most]`` int32 (`kvcompress_kernels.select`)."""
+        rows, heads = scores.flatten(0, 1), scores.shape[1]
+        recents = _per_row(self._recents(keep, after), heads)
+        best = select(rows, past, _per_row(keep, heads), most, first=self.sinks, last=recents)
+        return best.view(*scores.shape[:2], most)
+
+    def _recents(self, keep: torch.Tensor, after: int) -> torch.Tensor:
+        """How many of the `keep` tokens should be the last ones, as there are others `after`."""
+        return ((keep + after).double() * self.recent).long().sub(after).clamp(min=0)
+
+
+def _per_row(keep: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[L]`` to ``[L * heads]`` int32."""
+    return keep.to(torch.int32)[:, None].expand(-1, heads).flatten()
 
 
 SELECTORS: Mapping[str, type[Selector]] = {

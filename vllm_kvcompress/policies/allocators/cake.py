@@ -1,9 +1,12 @@
 """Budgets in proportion to each layer's preference for a large cache."""
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
@@ -38,38 +41,42 @@ class Cake:
                     f"cake.{name} must be a finite number > 0, got {tau}; 1 is neutral"
                 )
 
-    def preferences(self, stats: Sequence[LayerStats]) -> list[float]:
-        """``P_l`` divided by the largest; 0 where H or V is 0."""
-        logs = [
-            math.log(s.entropy) / self.tau1 + math.log(s.shift) / self.tau2
-            if s.entropy > 0 and s.shift > 0
-            else -math.inf
-            for s in stats
-        ]
-        top = max(logs, default=-math.inf)
-        if top == -math.inf:
-            return [0.0] * len(logs)
-        return [math.exp(value - top) for value in logs]
+    def preferences(self, entropy: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """``[N]`` float64: ``P_l`` divided by the largest; 0 where H or V is 0."""
+        h, v = entropy.double(), shift.double()
+        logs = h.log() / self.tau1 + v.log() / self.tau2
+        logs = logs.where((h > 0) & (v > 0), -math.inf)
+        return (logs - logs.amax().clamp(min=-sys.float_info.max)).exp()
 
-    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
-        """Past tokens to keep in each layer: N ints in [0, P], sum ``N * min(base, P)``."""
-        n, past = prompt.num_layers, prompt.past
-        if stats is None or len(stats) != n:
-            raise ValueError(f"cake needs the statistics of {n} layers, got {stats and len(stats)}")
-        return apportion(self.preferences(stats), prompt.past_total, [past] * n)
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
+        entropy, shift = _figures(stats, prompt.num_layers)
+        caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)
+        return apportion(self.preferences(entropy, shift), prompt.past_total, caps)
 
-    def cascade(self, prompt: Prompt, stats: Sequence[LayerStats]) -> Iterator[list[int]]:
+    def cascade(self, prompt: Prompt, stats: LayerStats) -> Iterator[torch.Tensor]:
         """Past tokens held by the layers so far, after each layer (CAKE, algorithm 1).
 
         A layer may be cut to its size as soon as the next ones are known: sizes never grow, the
         sum after layer m is at most the total budget + m + 1, and the last stage is `allocate`.
         Stages round up, because a layer that joins can only lower the others' level.
         """
-        total, past = prompt.past_total, prompt.past
-        held: list[int] = []
+        entropy, shift = _figures(stats, prompt.num_layers)
+        caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)
+        held = caps
         for stage in range(1, prompt.num_layers):
-            shares = pour(self.preferences(stats[:stage]), total, [past] * stage)
-            bounds = [math.ceil(x - 1e-9) for x in shares]
-            held = [min(*pair) for pair in zip([*held, past], bounds, strict=True)]
-            yield list(held)
+            preferences = self.preferences(entropy[:stage], shift[:stage])
+            shares = pour(preferences, prompt.past_total, caps[:stage])
+            bounds = (shares - 1e-9).ceil().long()
+            held = torch.cat([held[:stage].minimum(bounds), caps[stage:]])
+            yield held[:stage]
         yield self.allocate(prompt, stats)
+
+
+def _figures(stats: LayerStats | None, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and V ``[N]`` of each layer."""
+    entropy, shift = (None, None) if stats is None else (stats.entropy, stats.shift)
+    if entropy is None or shift is None or not len(entropy) == len(shift) == layers:
+        got = "none" if entropy is None else len(entropy)
+        raise ValueError(f"cake needs the statistics of {layers} layers, got {got}")
+    return entropy, shift

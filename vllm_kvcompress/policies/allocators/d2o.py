@@ -1,9 +1,9 @@
 """Budgets that fall with the variance of the column sums of attention."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
@@ -43,35 +43,33 @@ class D2O:
         if self.floor < 0:
             raise ConfigError(f"d2o.floor must be a whole number >= 0, got {self.floor}")
 
-    def densities(self, stats: Sequence[LayerStats]) -> list[float]:
-        """``F_l`` of each layer, scaled as `norm` says."""
-        variances = [layer.column_variance for layer in stats]
+    def densities(self, variance: torch.Tensor) -> torch.Tensor:
+        """``[N]`` float64 ``F_l``, scaled as `norm` says, of column variances ``[N, Hq]``."""
+        variance = variance.double()
         if self.norm == "head_minmax":
-            variances = [_minmax(v) for v in variances]
-        means = [math.fsum(v) / len(v) for v in variances]
-        return list(_minmax(means)) if self.norm == "layer_minmax" else means
+            variance = _minmax(variance)
+        mean = variance.mean(-1)
+        return _minmax(mean) if self.norm == "layer_minmax" else mean
 
-    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
-        """Past tokens to keep in each layer: N ints in [0, P], sum `prompt.past_total`."""
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64, past tokens to keep: in [0, P], sum `prompt.past_total`."""
         n, past, total = prompt.num_layers, prompt.past, prompt.past_total
-        if stats is None or len(stats) != n or not all(s.column_variance for s in stats):
+        variance = None if stats is None else stats.column_variance
+        if variance is None or len(variance) != n or variance.shape[1] == 0:
             raise ValueError(f"d2o needs the column variances of {n} layers")
-        skipped = {layer % n for layer in self.skip_layers if -n <= layer < n}
+        skipped = sorted({layer % n for layer in self.skip_layers if -n <= layer < n})
         floor = min(max(self.floor - prompt.window, 0), past, total // n)
         whole = 0
         if skipped:
             whole = min(past, (total - floor * (n - len(skipped))) // len(skipped))
-        others = [layer for layer in range(n) if layer not in skipped]
-        density = self.densities(stats)
-        least = min((density[layer] for layer in others), default=0.0)
-        weights = [math.exp(least - density[layer]) for layer in others]
-        rest = total - whole * len(skipped)
-        shares = dict(
-            zip(others, apportion(weights, rest, [past] * len(others), floor), strict=True)
-        )
-        return [shares.get(layer, whole) for layer in range(n)]
+        density, caps = self.densities(variance), variance.new_full((n,), past, dtype=torch.int64)
+        fixed = torch.zeros_like(caps)
+        for layer in skipped:
+            density[layer], caps[layer], fixed[layer] = torch.inf, 0, whole
+        weights = (density.amin() - density).exp()
+        return fixed + apportion(weights, total - whole * len(skipped), caps, floor)
 
 
-def _minmax(values: Sequence[float]) -> tuple[float, ...]:
-    low, high = min(values), max(values)
-    return tuple((value - low) / (high - low + 1e-6) for value in values)
+def _minmax(values: torch.Tensor) -> torch.Tensor:
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    return (values - low) / (high - low + 1e-6)

@@ -1,7 +1,6 @@
 """Budgets by how many of the highest scores lie in each layer."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,35 +46,32 @@ class DynamicKV:
         """Layers known at each update."""
         return [*range(self.every, num_layers, self.every), num_layers]
 
-    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
-        """Past tokens to keep in each layer: N ints in [0, B_max], sum ``N * min(base, P)``."""
-        scores = [layer.scores for layer in stats or ()]
-        if len(scores) != prompt.num_layers or any(s is None for s in scores):
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64, past tokens to keep: in [0, B_max], sum ``N * min(base, P)``."""
+        scores = None if stats is None else stats.scores
+        if scores is None or len(scores) != prompt.num_layers:
             raise ValueError(f"dynamickv needs the scores of {prompt.num_layers} layers")
         base, past = min(prompt.base, prompt.past), prompt.past
         limit = min(int(self.r_max * base), past)
         stages = self.stages(prompt.num_layers)
-        every = torch.stack([s for s in scores if s is not None])
-        found = torch.zeros(len(stages), prompt.num_layers, dtype=torch.int64, device=every.device)
+        found = scores.new_zeros(len(stages), prompt.num_layers, dtype=torch.int64)
         for row, known in enumerate(stages):
-            found[row, :known] = count_highest(every[:known], base * every.shape[1] * known)
-        return self.settle(found.tolist(), prompt.past_total, limit)
+            found[row, :known] = count_highest(scores[:known], base * scores.shape[1] * known)
+        return self.settle(found, prompt.past_total, limit)
 
-    def settle(self, counts: Sequence[Sequence[int]], total: int, limit: int) -> list[int]:
-        """Sizes after the last update.
+    def settle(self, counts: torch.Tensor, total: int, limit: int) -> torch.Tensor:
+        """Sizes ``[N]`` int64 after the last update.
 
         Args:
-            counts: per update, N counts; those of layers not yet known are not read.
+            counts: ``[updates, N]`` int64; those of layers not yet known are not read.
             total: past tokens over all layers.
             limit: B_max.
         """
-        stages = self.stages(len(counts[-1]))
-        held: list[int] = []
-        for known, found in zip(stages, counts, strict=True):
-            held += [limit] * (known - len(held))
-            if known < stages[-1]:
-                share = apportion(found[:known], total, [limit] * known)
-                held = [min(*pair) for pair in zip(held, share, strict=True)]
+        earlier, layers = (torch.arange(n, device=counts.device) for n in counts[1:].shape)
+        known = layers < self.every * (1 + earlier[:, None])
+        limits = torch.full_like(counts, limit)
+        shares = apportion(counts[:-1], total, limits[1:].where(known, 0))
+        held = torch.cat([shares.where(known, limit), limits[:1]]).amin(0)
         return apportion(counts[-1], total, held)
 
 

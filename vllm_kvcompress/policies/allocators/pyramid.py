@@ -1,9 +1,10 @@
 """Budgets that fall from the first layer to the last."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
@@ -37,9 +38,10 @@ class Pyramid:
                 " 'uniform' is the flat pyramid"
             )
 
-    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
-        """Past tokens to keep in each layer: N ints in [0, P], sum ``N * min(base, P)``."""
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64 on the CPU, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
         n, past, base = prompt.num_layers, prompt.past, min(prompt.base, prompt.past)
         hi = min(2 * base - base / self.beta, past) if n > 1 else base
         step = 2 * (hi - base) / max(n - 1, 1)
-        return apportion([hi - layer * step for layer in range(n)], n * base, [past] * n)
+        line = hi - step * torch.arange(n, dtype=torch.float64)
+        return apportion(line, n * base, torch.full((n,), past))

@@ -1,8 +1,9 @@
 """The same budget for every layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from vllm_kvcompress.plan import LayerStats, Prompt
 from vllm_kvcompress.policies.base import Reads
@@ -15,6 +16,6 @@ class Uniform:
     reads: ClassVar[Reads] = Reads.NOTHING
     exact_ratio: ClassVar[bool] = False
 
-    def allocate(self, prompt: Prompt, stats: Sequence[LayerStats] | None = None) -> list[int]:
-        """N equal ints, at most P."""
-        return [min(prompt.base, prompt.past)] * prompt.num_layers
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64 on the CPU: equal, at most P."""
+        return torch.full((prompt.num_layers,), min(prompt.base, prompt.past), dtype=torch.int64)

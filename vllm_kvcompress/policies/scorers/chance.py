@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads
 
@@ -25,4 +26,4 @@ class Random:
         """``[Hkv, P]`` float32 in [0, 1), the same on every device."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns.layer)
         drawn = torch.rand(columns.num_kv_heads, columns.past, generator=generator)
-        return drawn.to(columns.device)
+        return to_device(drawn, torch.float32, columns.device)

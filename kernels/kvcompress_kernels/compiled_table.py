@@ -1,0 +1,96 @@
+"""The table of compiled kernels: a section for each Triton, a column for each figure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+BETWEEN = " \N{MIDDLE DOT} "  # architectures within a cell
+ABSENT = "-"  # not built for this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """One build for one architecture.
+
+    Args:
+        registers: per thread.
+        shared: bytes of shared memory per program.
+        spills: instructions that load or store spilled registers.
+        loads_16: 16-byte loads from global memory, through registers or straight to shared.
+        tensor: tensor-core instructions.
+        instructions: all of them.
+    """
+
+    registers: int
+    shared: int
+    spills: int
+    loads_16: int
+    tensor: int
+    instructions: int
+
+
+NUMBERS = [field.name for field in fields(Compiled)]
+
+
+def section(
+    version: str, architectures: Sequence[int], rows: Mapping[str, Mapping[int, Compiled]]
+) -> str:
+    """Heading and markdown table of what one Triton makes: a row per build."""
+    lines = [
+        f"## Triton {version}: {BETWEEN.join(f'sm_{sm}' for sm in architectures)}",
+        "",
+        "| kernel | registers | shared | spills | 16-byte loads | tensor | instructions |",
+        "| --- |" + " ---: |" * len(NUMBERS),
+    ]
+    for name, made in rows.items():
+        cells = [name]
+        for number in NUMBERS:
+            each = [
+                str(getattr(made[sm], number)) if sm in made else ABSENT for sm in architectures
+            ]
+            cells.append(BETWEEN.join(each))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sections(text: str) -> dict[str, str]:
+    """A file's sections by the version of Triton."""
+    parts = re.split(r"^(?=## Triton )", text, flags=re.MULTILINE)
+    found = {re.match(r"## Triton ([\w.+]+):", part): part.strip() + "\n" for part in parts}
+    return {match[1]: part for match, part in found.items() if match}
+
+
+def numbers(section: str) -> dict[tuple[str, int], tuple[str, ...]]:
+    """A section's figures by build and architecture."""
+    lines = section.splitlines()
+    architectures = [int(sm) for sm in re.findall(r"sm_(\d+)", lines[0])] if lines else []
+    found = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if len(cells) != 1 + len(NUMBERS) or not (cells[1][0].isdigit() or BETWEEN in cells[1]):
+            continue  # a heading
+        each = [cell.split(BETWEEN) for cell in cells[1:]]
+        for at, sm in enumerate(architectures):
+            figures = tuple(cell[at] for cell in each)
+            if ABSENT not in figures:
+                found[cells[0], sm] = figures
+    return found
+
+
+def differences(now: str, then: str, *, gone: bool) -> list[str]:
+    """Where two sections by the same Triton differ; nowhere if there is no second one.
+
+    Args:
+        gone: whether what `now` lacks counts, of the architectures that it has.
+    """
+    if not then:
+        return []
+    made, known = numbers(now), numbers(then)
+    architectures = {sm for _, sm in made}
+    lost = [key for key in known if key not in made and key[1] in architectures] if gone else []
+    return [
+        f"{key[0]}, sm_{key[1]}: {', '.join(made.get(key, ['none']))} now, "
+        f"{', '.join(known.get(key, ['none']))} in the committed table"
+        for key in [*made, *lost]
+        if made.get(key) != known.get(key)
+    ]

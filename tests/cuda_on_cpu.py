@@ -1,0 +1,151 @@
+"""What CUDA runs, on a CPU: its attention backends, and whole-graph replays, on Model Runner V2.
+
+TRITON_ATTN runs its real kernels in Triton's interpreter. FLASH_ATTN's kernels exist for CUDA
+alone: loops stand in for them, vLLM's builder and implementation around them are real.
+
+A CUDA graph replays with the tensors and numbers of its capture, whatever the step at hand says.
+`Graphs` does the same in Python: what vLLM prepares for a capture is kept, and a step of FULL mode
+runs the model on that, with nothing of its own but what the persistent buffers hold.
+"""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
+    prepare_inputs_to_capture,
+)
+
+from vllm_kvcompress.engine import attention_cuda, worker_cpu
+
+
+def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
+    """CPU engines that start from now on run `backend`; returns what its kernels were given."""
+    seen = SimpleNamespace(calls=0, plans=0, splits=set())
+    chosen = AttentionBackendEnum[backend]
+    monkeypatch.setattr(
+        CpuPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: chosen.get_path())
+    )
+    monkeypatch.setattr(worker_cpu.CompressingCPUWorker, "backends", attention_cuda.BACKENDS)
+
+    # TRITON_ATTN asks which chip it is on before it stores K and V
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    def attend(
+        *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, block_table, **more
+    ):
+        seen.calls += 1
+        seen.plans += more["scheduler_metadata"] is not None
+        seen.splits.add(more["num_splits"])
+        assert more["causal"] is True
+        assert more["fa_version"] == version
+        assert len(seqused_k) == len(block_table) == len(cu_seqlens_q) - 1
+        group, size = q.shape[1] // k.shape[2], k.shape[1]
+        for row, tokens in enumerate(seqused_k.tolist()):
+            start, stop = cu_seqlens_q[row : row + 2].tolist()
+            assert tokens <= max_seqlen_k
+            assert stop - start <= max_seqlen_q
+            if stop == start:
+                continue
+            pages = block_table[row, : math.ceil(tokens / size)].long()
+            keys, values = (x[pages].flatten(0, 1)[:tokens].float() for x in (k, v))
+            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+            logits = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys)
+            late = torch.arange(tokens) > torch.arange(tokens - (stop - start), tokens)[:, None]
+            weights = (logits * more["softmax_scale"]).masked_fill(late, -torch.inf).softmax(-1)
+            out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+
+    def store(key, value, key_cache, value_cache, slots, *_):
+        here = slots[slots >= 0]
+        where = here // key_cache.shape[1], here % key_cache.shape[1]
+        key_cache[where], value_cache[where] = (
+            key[: len(slots)][slots >= 0],
+            value[: len(slots)][slots >= 0],
+        )
+
+    def plan(**given):
+        return torch.zeros(1 + 4 * given["batch_size"], dtype=torch.int32)
+
+    stand_ins = {
+        "flash_attn_varlen_func": attend,
+        "reshape_and_cache_flash": store,
+        "get_scheduler_metadata": plan,
+        "get_flash_attn_version": lambda *_, **__: version,
+        "flash_attn_supports_quant_query_input": lambda: False,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(flash_attn, name, stand_in, raising=False)
+    return seen
+
+
+class Graphs:
+    """Captured whole-graph decode steps of the engines that start after it was made.
+
+    Args:
+        sizes: rows of the graphs; a step is padded to the next one.
+    """
+
+    def __init__(self, monkeypatch: Any, sizes: tuple[int, ...]) -> None:
+        self.sizes, self.replays, self.padded = sizes, 0, 0
+        self._captured: dict[int, Any] = {}
+        dispatch = ModelCudaGraphManager.dispatch
+
+        def dispatching(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs):
+            fit = [size for size in sizes if size >= num_tokens]
+            if uniform_token_count == 1 and fit and self._captured:
+                return BatchExecutionDescriptor(
+                    cg_mode=CUDAGraphMode.FULL,
+                    num_tokens=fit[0],
+                    num_reqs=fit[0],
+                    uniform_token_count=1,
+                )
+            return dispatch(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+
+        monkeypatch.setattr(ModelCudaGraphManager, "dispatch", dispatching)
+        monkeypatch.setattr(ModelCudaGraphManager, "run_fullgraph", lambda _, desc: self._run(desc))
+
+    def capture(self, engine: Any) -> None:
+        """As vLLM does after its KV cache is there, before the first request."""
+        self._runner = runner = engine.worker.model_runner
+        self._compressor = engine.worker.compressor
+        with torch.inference_mode():
+            for size in self.sizes:
+                self._captured[size] = prepare_inputs_to_capture(
+                    size,
+                    size,
+                    runner.model_state,
+                    runner.input_buffers,
+                    runner.block_tables,
+                    runner.attn_groups,
+                    runner.kv_cache_config,
+                    full_cudagraph=True,
+                    max_query_len=1,
+                )
+
+    def _run(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
+        assert not self._compressor.watching, "a replayed graph runs no Python"
+        self.replays += 1
+        runner, rows = self._runner, desc.num_tokens
+        captured = self._captured[rows]
+        self.padded += bool((runner.input_buffers.seq_lens[:rows] == 0).any())
+        with set_forward_context(
+            captured.attn_metadata,
+            runner.vllm_config,
+            num_tokens=rows,
+            slot_mapping=captured.slot_mappings,
+        ):
+            hidden: torch.Tensor = runner.model(
+                input_ids=runner.input_buffers.input_ids[:rows],
+                positions=runner.input_buffers.positions[:rows],
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden

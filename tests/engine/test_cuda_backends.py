@@ -1,0 +1,176 @@
+"""FLASH_ATTN and TRITON_ATTN on Model Runner V2, eager and through replayed graphs."""
+
+import pytest
+import torch
+
+from checkpoints import make, tokens
+from engines import V2, engine, settings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not V2, reason="CUDA runs Model Runner V2 alone"),
+]
+
+LENGTHS = (300, 700, 90, 513)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@pytest.fixture
+def start(monkeypatch, checkpoints_folder):
+    """Start an engine on a CUDA backend; what its attention kernels saw is ``engine.seen``."""
+    import cuda_on_cpu
+
+    def starting(backend="FLASH_ATTN", model="llama-gqa", version=3, layout=None, **options):
+        if layout is not None:
+            monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        seen = cuda_on_cpu.use(monkeypatch, backend, version=version)
+        return engine(make(model, checkpoints_folder), **options), seen
+
+    return starting
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(checkpoints_folder):
+    """CPU_ATTN's answers: the same method on another backend, V1's cache layout and kernels."""
+    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+        return llm.generate(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoints_folder):
+    with engine(make("llama-gqa", checkpoints_folder)) as llm:
+        return llm.generate(PROMPTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flash_attention_answers_as_cpu_attention(start, on_the_cpu, layout):
+    opened, seen = start(layout=layout, additional_config=settings())
+    with opened as llm:
+        free = llm.free_blocks
+        assert llm.generate(PROMPTS) == on_the_cpu
+        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
+        llm.settle()
+        assert llm.free_blocks == free
+        assert llm.worker.vllm_config.cache_config.kv_cache_layout == layout
+    assert seen.calls
+    assert not seen.plans, "a work plan that was made for other lengths than a layer's"
+
+
+def test_uncompressed_answers_do_not_change(start, whole):
+    opened, _ = start(additional_config=settings(budget=1.0))
+    with opened as llm:
+        assert llm.generate(PROMPTS) == whole
+
+
+@pytest.mark.parametrize("compress", ["cake", "chunkkv", "streamingllm", "tova"])
+def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
+    """Rows come and go, so that graphs are padded, and a row's request and slot change."""
+    import cuda_on_cpu
+
+    counts = [20, 6, 11, 3]
+
+    def run(graphs) -> list[list[int]]:
+        opened, _ = start(additional_config=settings(compress), max_num_seqs=4)
+        with opened as llm:
+            if graphs is not None:
+                graphs.capture(llm)
+            free = llm.free_blocks
+            names = [
+                llm.submit(f"r{i}", prompt, count)
+                for i, (prompt, count) in enumerate(zip(PROMPTS, counts, strict=True))
+            ]
+            names.append(llm.submit("late", PROMPTS[1][:450], 9))
+            done = llm.drain()
+            llm.settle()
+            assert llm.free_blocks == free
+            return [done[name] for name in names]
+
+    eager = run(None)
+    graphs = cuda_on_cpu.Graphs(monkeypatch, (1, 2, 4))
+    assert run(graphs) == eager
+    assert graphs.replays >= 10
+    assert graphs.padded
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_trap_8_a_prompt_that_ends_with_one_token_is_seen(start, monkeypatch, last):
+    """vLLM runs a chunk of one token as a decode: as a graph, whose layers nobody could watch."""
+    import cuda_on_cpu
+
+    prompt = tokens(384 + last, seed=9)
+
+    def run(**options) -> list[int]:
+        graphs = cuda_on_cpu.Graphs(monkeypatch, (1, 2, 4))
+        opened, _ = start(additional_config=settings(), **options)
+        with opened as llm:
+            graphs.capture(llm)
+            answer = llm.generate([prompt])
+            assert llm.compressor.compressed == 1
+            assert graphs.replays
+            return answer[0]
+
+    assert run(max_num_batched_tokens=128, max_num_seqs=4) == run(max_num_seqs=4)
+
+
+def test_prefix_hits_and_chunks_on_flash_attention(start, on_the_cpu):
+    opened, _ = start(additional_config=settings(), max_num_batched_tokens=96, max_num_seqs=8)
+    with opened as llm:
+        assert llm.generate(PROMPTS) == on_the_cpu
+        assert llm.generate(PROMPTS) == on_the_cpu  # warm
+        assert llm.generate(PROMPTS[::-1]) == on_the_cpu[::-1]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attention_versions(start, on_the_cpu, version):
+    opened, seen = start(version=version, additional_config=settings())
+    with opened as llm:
+        assert llm.generate(PROMPTS) == on_the_cpu
+    assert seen.splits == {0}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # rows of padding
+def test_triton_attention_and_our_kernels_all_interpreted(start, monkeypatch):
+    """The whole CUDA path: vLLM's Triton attention, and every op of ours on its Triton kernel."""
+    import interpreter
+    from kvcompress_kernels import ops, page_tables_ops, select_ops, whole_prompt_ops
+
+    model, prompts = "llama-one-layer", [tokens(n, seed=n) for n in (200, 60)]
+    options = dict(model=model, additional_config=settings("caote"), max_num_seqs=2)
+    opened, _ = start("FLASH_ATTN", **options)
+    with opened as llm:
+        expected = llm.generate(prompts, 4)
+    interpreter.mend()
+    for module in (ops, page_tables_ops, select_ops, whole_prompt_ops):
+        monkeypatch.setattr(module, "triton_takes", lambda tensor: True)
+    opened, _ = start("TRITON_ATTN", **options)
+    with opened as llm:
+        assert llm.generate(prompts, 4) == expected
+        assert llm.compressor.compressed == 1
+
+
+def test_warming_up_leaves_nothing_behind(start, on_the_cpu):
+    opened, _ = start(additional_config=settings())
+    with opened as llm:
+        free = llm.free_blocks
+        llm.compressor.warm_up(2048)
+        assert llm.compressor.compressed == 0
+        assert llm.generate(PROMPTS) == on_the_cpu
+        llm.settle()
+        assert llm.free_blocks == free
+
+
+def test_the_tables_never_move(start):
+    """Graphs hold their addresses."""
+    opened, _ = start(additional_config=settings())
+    with opened as llm:
+        pool = llm.compressor.pool
+        held = [pool._tables, pool._lengths, pool._packed, pool._row_slots]
+        before = [tensor.data_ptr() for tensor in held]
+        tables, lengths = pool.tables(
+            [0], torch.zeros(4, 3, dtype=torch.int32), torch.ones(4).int(), 4
+        )
+        llm.generate(PROMPTS)
+        assert before == [tensor.data_ptr() for tensor in held]
+        assert tables[0].data_ptr() == pool._tables.data_ptr()
+        assert [x.data_ptr() for x in lengths] == [x.data_ptr() for x in pool._lengths]

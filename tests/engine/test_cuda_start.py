@@ -1,0 +1,184 @@
+"""What is decided on CUDA before a kernel runs: classes, refusals by name, memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu_worker import Worker
+
+from checkpoints import make
+from engines import engine, settings
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine import attention_cuda, refusals, seams
+from vllm_kvcompress.engine.configure import configure
+from vllm_kvcompress.engine.footprint import device_bytes
+from vllm_kvcompress.engine.worker import refuse_other_backends
+from vllm_kvcompress.engine.worker_cuda import CompressingGPUWorker
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import page_plan
+
+CAKE = CompressionConfig.parse({"compress": "cake"})
+
+
+@pytest.fixture
+def cuda(monkeypatch, checkpoints_folder):
+    """A configuration as it comes out of vLLM on CUDA."""
+    model = make("llama-gqa", checkpoints_folder)
+    config = EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+    for module in (refusals, seams):
+        monkeypatch.setattr(module, "current_platform", platform)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+    config.cache_config.kv_cache_memory_bytes = None
+    config.additional_config = {}
+    return SimpleNamespace(config=config, platform=platform)
+
+
+@pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "TRITON_ATTN"])
+def test_cuda_gets_its_worker(cuda, backend):
+    cuda.config.attention_config.backend = backend and AttentionBackendEnum[backend]
+    configure(cuda.config, CAKE)
+    assert cuda.config.parallel_config.worker_cls.endswith("worker_cuda.CompressingGPUWorker")
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER", "FLEX_ATTENTION"])
+def test_other_backends_are_refused_by_name(cuda, backend):
+    cuda.config.attention_config.backend = AttentionBackendEnum[backend]
+    with pytest.raises(ConfigError, match=rf"FLASH_ATTN.*TRITON_ATTN.*got {backend}; pass --att"):
+        configure(cuda.config, CAKE)
+    assert cuda.config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+
+
+def test_a_backend_that_vllm_chose_itself_is_refused_by_name(checkpoints_folder):
+    """Where nothing was asked for: what the built model has."""
+    with (
+        engine(make("llama-gqa", checkpoints_folder)) as llm,
+        pytest.raises(ConfigError, match=r"vLLM chose \['CPU_ATTN'\]; pass --attention-backend FL"),
+    ):
+        refuse_other_backends(llm.worker.vllm_config, attention_cuda.BACKENDS)
+
+
+def test_the_v1_runner_on_cuda_is_refused(cuda, monkeypatch):
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
+    with pytest.raises(ConfigError, match="Model Runner V2 alone; unset VLLM_USE_V2_MODEL_RUNNER"):
+        configure(cuda.config, CAKE)
+
+
+@pytest.mark.parametrize("executor", ["ray", "external_launcher"])
+def test_executors_that_pass_the_worker_by_are_refused(cuda, executor):
+    cuda.config.parallel_config.distributed_executor_backend = executor
+    with pytest.raises(ConfigError, match=f"backend mp, got {executor}"):
+        configure(cuda.config, CAKE)
+
+
+def test_a_worker_must_not_outlive_a_failed_step(cuda):
+    cuda.config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ConfigError, match="remove --enable-fault-tolerance"):
+        configure(cuda.config, CAKE)
+
+
+@pytest.mark.parametrize(("version", "support"), [(3, "ALWAYS"), (2, "UNIFORM_BATCH")])
+def test_graphs_are_what_the_configured_flash_attention_can(monkeypatch, version, support):
+    monkeypatch.setattr(attention_cuda, "get_flash_attn_version", lambda: version)
+    found = attention_cuda.CompressedFlashBuilder.get_cudagraph_support(None, None)
+    assert found.name == support
+
+
+def test_other_chips_are_refused(cuda):
+    cuda.platform.is_cuda = lambda: False
+    cuda.platform.device_name = "rocm"
+    with pytest.raises(ConfigError, match="on CUDA and on CPUs, this is rocm"):
+        configure(cuda.config, CAKE)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_page_pools_tables_are_counted(checkpoints_folder):
+    """To the byte; a method that reads the whole attention takes its column sums besides."""
+    options = dict(max_num_seqs=5, max_model_len=1000, additional_config=settings("snapkv"))
+    with engine(make("llama-gqa", checkpoints_folder), **options) as llm:
+        config, pool = llm.worker.vllm_config, llm.compressor.pool
+        held = pool._tables.nbytes + pool._packed.nbytes
+        layers, kv_heads, heads, longest, dim = 4, 2, 4, 1000, 32
+        assert held == (5 + 1 + 8) * layers * 32 * 4  # 5 rows and 32 blocks, to the next four
+        scores = layers * kv_heads * longest * 12 + 4 * heads * longest * 4
+        queries = 16 * layers * 32 * heads * dim * 4
+        staged = page_plan(llm.worker.settings.prompt(layers, longest), 32).pages * 32 * 2 * dim * 4
+        assert device_bytes(config, llm.worker.settings) == held + scores + queries + staged
+        d2o = CompressionConfig.parse({"compress": "d2o"})
+        sums = layers * heads * longest * 4
+        assert device_bytes(config, d2o) >= held + scores + sums + staged * kv_heads
+
+
+@pytest.fixture
+def gpu_worker(monkeypatch, cuda):
+    """A worker whose vLLM found 10 GB for the KV cache."""
+    configure(cuda.config, CAKE)
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 10_000_000_000)
+    worker = CompressingGPUWorker.__new__(CompressingGPUWorker)
+    worker.peak_activation_memory, worker.available_kv_cache_memory_bytes = 7, 10_000_000_000
+    worker.vllm_config, worker.cache_config = cuda.config, cuda.config.cache_config
+    return worker
+
+
+def test_trap_13_buffers_come_off_the_kv_cache(gpu_worker):
+    taken = device_bytes(gpu_worker.vllm_config, gpu_worker.settings)
+    assert taken > 0
+    assert gpu_worker.determine_available_memory() == 10_000_000_000 - taken
+    assert gpu_worker.available_kv_cache_memory_bytes == 10_000_000_000 - taken
+    assert gpu_worker.peak_activation_memory == 7 + taken
+
+
+def test_a_saved_plans_size_is_not_one_given_by_hand(gpu_worker, monkeypatch):
+    def found(self) -> int:
+        self.cache_config.kv_cache_memory_bytes = 10_000_000_000
+        return 10_000_000_000
+
+    monkeypatch.setattr(Worker, "determine_available_memory", found)
+    assert gpu_worker.determine_available_memory() < 10_000_000_000
+
+
+def test_a_size_given_by_hand_is_kept(gpu_worker):
+    gpu_worker.cache_config.kv_cache_memory_bytes = 10_000_000_000
+    assert gpu_worker.determine_available_memory() == 10_000_000_000
+
+
+def test_no_room_beside_the_buffers(gpu_worker, monkeypatch):
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 1000)
+    with pytest.raises(ConfigError, match="1000 are left for it and the KV cache; raise --gpu-mem"):
+        gpu_worker.determine_available_memory()
+
+
+# -- vLLM's own decisions on CUDA ------------------------------------------------------------------
+
+
+def test_compression_leaves_cudas_defaults_on(checkpoints_folder):
+    """Graphs, torch.compile, async scheduling, FlashAttention 3: as vLLM alone would choose."""
+    script = Path(__file__).parents[1] / "cuda_platform.py"
+    done = subprocess.run(
+        [sys.executable, str(script), make("llama-gqa", checkpoints_folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    line = next((x for x in done.stdout.splitlines() if x.startswith("DECIDED ")), None)
+    assert line, done.stdout[-2000:] + done.stderr[-3000:]
+    assert json.loads(line.removeprefix("DECIDED ")) == {
+        "worker": "CompressingGPUWorker",
+        "scheduler": "CompressingAsyncScheduler",
+        "v2": True,
+        "graphs": "FULL_AND_PIECEWISE",
+        "compiled": "VLLM_COMPILE",
+        "flash_attention": 3,
+        "backend": "CompressedFlashBackend",
+        "impl": "CompressedFlashImpl",
+    }

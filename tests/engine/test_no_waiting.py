@@ -1,0 +1,75 @@
+"""The step that ends a prefill launches its kernels and goes on: the host waits for nothing."""
+
+import os
+
+import pytest
+import torch
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine import compressor as engine
+from vllm_kvcompress.engine import kv_layouts, page_pool
+from vllm_kvcompress.engine.compressor import PromptCompressor
+from vllm_kvcompress.engine.page_pool import PagePool
+from vllm_kvcompress.policies.presets import PRESETS
+from waits import launches, nothing_uploaded_or_read
+
+pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
+
+LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 5, 4, 2, 64, 16
+
+
+def pool_on(device: str) -> PagePool:
+    store = torch.zeros(LAYERS, 200, KV_HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16, device=device)
+    return PagePool([*store], max_requests=3, max_rows=4, max_blocks=80, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random"}))
+def test_a_prefill_that_ends(preset, in_place, monkeypatch):
+    """Budgets of lengths alone are uploaded, from pinned memory; so are destination blocks."""
+    names, plan = launches(monkeypatch), engine.Compression
+
+    def uploaded(values, dtype, device):
+        return torch.empty(len(values), dtype=dtype, device="meta")
+
+    monkeypatch.setattr(
+        page_pool, "async_tensor_h2d", lambda values, device, dtype: uploaded(values, dtype, device)
+    )
+    monkeypatch.setattr(
+        engine, "Compression", lambda **given: plan(**{**given, "in_place": in_place})
+    )
+    settings = CompressionConfig.parse({"compress": preset, "budget": 0.3, "min_prompt": 200})
+    compressor = PromptCompressor(
+        settings,
+        pool_on("meta"),
+        kv_layouts.interleaved,
+        scale=0.1,
+        num_layers=LAYERS,
+        queries=(HEADS, DIM, torch.bfloat16),
+    )
+    if not engine.method_of(settings).allocator.reads:
+        pages = uploaded(range(LAYERS), torch.int64, "meta")
+        monkeypatch.setattr("vllm_kvcompress.pipeline.layer_pages", lambda *_: pages)
+    with nothing_uploaded_or_read():
+        compressor.warm_up(1000)
+    assert names.count("_move_kernel") >= 1 + in_place
+
+
+def test_each_layer_gets_its_own_pages():
+    pool = pool_on("cpu")
+    counts = torch.tensor([3, 0, 1, 2, 2], dtype=torch.int32)
+    given = pool.destination([7, 4])[:8]
+    assert given[:LAYERS].tolist() == [200 * layer + 7 for layer in range(LAYERS)]
+    table = pool.admit("r", given, counts, 9)
+    want = given.split(counts.tolist())
+    for layer, pages in enumerate(want):
+        assert table[layer].tolist() == [*pages.tolist(), *[0] * (80 - len(pages))]
+    (slot,) = pool._slots.values()
+    assert torch.equal(pool._num_packed[slot], counts)
+    assert pool._first_block[slot] == 9
+
+
+def test_a_prompt_of_which_only_the_tail_stays():
+    pool = pool_on("cpu")
+    none = torch.zeros(LAYERS, dtype=torch.int32)
+    assert not pool.admit("r", pool.destination([]), none, 2).any()

@@ -1,0 +1,164 @@
+"""Quantised caches: every op reads float8 as its values, or moves it bit for bit, or refuses it."""
+
+import os
+
+import pytest
+import torch
+
+from kvcompress_kernels import (
+    builds,
+    column_sums,
+    column_sums_ref,
+    merge_evicted,
+    value_scores,
+    value_scores_ref,
+    window_scores,
+    window_scores_ref,
+)
+from paging import paged_keys, paged_values
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+
+float8 = pytest.mark.parametrize("float8", builds.FLOAT8, ids=str)
+query_of = pytest.mark.parametrize("dtype", builds.FLOATS, ids=str)
+sizes = pytest.mark.parametrize(  # heads, KV heads, tokens, head dim, block; K beside V
+    ("size", "interleave"),
+    [((6, 2, 75, 8, 16), True), ((4, 1, 33, 80, 7), True), ((3, 3, 130, 20, 130), False)],
+    ids=str,
+)
+
+
+def cache(size, float8, interleave):
+    """Keys ``[Hkv, S, D]`` in pages of float8 and, exactly, of float32; NaN in what is not read."""
+    _, kv_heads, tokens, dim, block = size
+    k = torch.randn(kv_heads, tokens, dim).to(float8)
+    return k, [
+        paged_keys(k.to(dtype), block, dtype=dtype, interleave=interleave)
+        for dtype in (float8, torch.float32)
+    ]
+
+
+@float8
+@query_of
+@sizes
+@pytest.mark.parametrize("w", [1, 11])
+def test_window_scores(w, size, interleave, dtype, float8):
+    heads, _, tokens, dim, _ = size
+    q = torch.randn(w, heads, dim).to(dtype)
+    _, (narrow, wide) = cache(size, float8, interleave)
+    got = window_scores(q, *narrow, tokens, 0.3, variance=w > 1)
+    want = window_scores_ref.run(q.float(), *wide, tokens, 0.3, w > 1)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **close)
+        assert a is None or a.isfinite().all()
+
+
+@float8
+@query_of
+@sizes
+@pytest.mark.parametrize("count", [1, 32])
+def test_column_sums(count, size, interleave, dtype, float8):
+    heads, _, tokens, dim, _ = size
+    q = torch.randn(count, heads, dim).to(dtype)
+    _, (narrow, wide) = cache(size, float8, interleave)
+    got = column_sums(q, *narrow, tokens, 0.3)
+    want = column_sums_ref.run(q.float(), *wide, tokens, 0.3)
+    torch.testing.assert_close(got, want, **close)
+
+
+@float8
+@sizes
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("reduce", ["mean", "l2"])
+def test_value_scores(reduce, fast, size, interleave, float8):
+    heads, kv_heads, tokens, dim, block = size
+    v = torch.randn(kv_heads, tokens, dim).to(float8)
+    h = torch.randn(heads, tokens).softmax(-1)
+    narrow, wide = (
+        paged_values(v.to(dtype), block, dtype=dtype, interleave=interleave)
+        for dtype in (float8, torch.float32)
+    )
+    got = value_scores(h, *narrow, tokens, fast=fast, reduce=reduce)
+    want = value_scores_ref.run(h, *wide, tokens, fast, reduce)
+    torch.testing.assert_close(got, want, **close)
+
+
+@pytest.mark.parametrize(
+    ("float8", "value"),
+    [
+        (torch.float8_e4m3fn, 2.0**-9),
+        (torch.float8_e4m3fn, 448.0),
+        (torch.float8_e5m2, 2.0**-16),
+        (torch.float8_e5m2, 57344.0),
+    ],
+    ids=str,
+)
+def test_least_and_largest_values(value, float8):
+    v = torch.tensor([[[value], [-value], [0.0]]]).to(float8)
+    h = torch.tensor([[0.25, 0.25, 0.5]])
+    got = value_scores(h, *paged_values(v, 16, dtype=float8), 3, fast=False, reduce="mean")
+    torch.testing.assert_close(got, torch.tensor([[value / 3, value / 3, 0.0]]), rtol=1e-6, atol=0)
+
+
+@float8
+def test_scale_of_keys_is_a_factor_on_the_logits(float8):
+    k, (narrow, _) = cache((6, 2, 75, 8, 16), float8, False)
+    q = torch.randn(75, 6, 8)
+    scaled = paged_keys(4 * k.float(), 16)
+    for a, b in (
+        (column_sums(q, *narrow, 75, 4 * 0.3), column_sums(q, *scaled, 75, 0.3)),
+        (
+            window_scores(q[-9:], *narrow, 75, 4 * 0.3, variance=True).last,
+            window_scores(q[-9:], *scaled, 75, 0.3, variance=True).last,
+        ),
+    ):
+        torch.testing.assert_close(a, b, **close)
+
+
+@float8
+@pytest.mark.parametrize("fast", [False, True])
+def test_scale_of_values_is_a_factor_on_the_scores(fast, float8):
+    v, h = torch.randn(2, 75, 8).to(float8), torch.randn(6, 75).softmax(-1)
+    narrow, scaled = paged_values(v, 16, dtype=float8), paged_values(4 * v.float(), 16)
+    a = value_scores(h, *narrow, 75, fast=fast, reduce="mean")
+    b = value_scores(h, *scaled, 75, fast=fast, reduce="mean")
+    torch.testing.assert_close(4 * a, b, **close)
+
+
+def merging(dtype):
+    k, pages = paged_keys(torch.ones(2, 40, 8), 16, dtype=dtype)
+    v, _ = paged_values(torch.ones(2, 40, 8), 16, dtype=dtype)
+    kept = torch.arange(20).expand(1, 2, 20)
+    return merge_evicted(k, v, pages[None], 40, kept, torch.tensor([20], dtype=torch.int32))
+
+
+@float8
+def test_merging_refuses_a_quantised_cache(float8):
+    merging(torch.bfloat16)
+    with pytest.raises(ValueError, match=f"would have to be quantised anew; got {float8}"):
+        merging(float8)
+
+
+def test_bytes_are_no_values():
+    """vLLM allocates a quantised cache as uint8."""
+    pages, table = torch.zeros(3, 2, 16, 16, dtype=torch.uint8), torch.arange(3)
+    q, h = torch.zeros(40, 2, 16), torch.full((2, 40), 1 / 40)
+    told = "view a quantised cache as its float8; got torch.uint8"
+    with pytest.raises(ValueError, match=told):
+        window_scores(q[:8], pages, table, 40, 1.0, variance=False)
+    with pytest.raises(ValueError, match=told):
+        column_sums(q, pages, table, 40, 1.0)
+    with pytest.raises(ValueError, match=told):
+        value_scores(h, pages, table, 40, fast=False, reduce="mean")
+
+
+@pytest.mark.parametrize(("sm", "e4m3"), [(80, False), (86, False), (89, True), (90, True)])
+def test_e4m3_needs_instructions_of_the_gpu(sm, e4m3, monkeypatch):
+    monkeypatch.setattr(builds, "architecture", lambda device: sm)
+    builds.check_cache("op", torch.empty(0, dtype=torch.float8_e5m2))
+    pages = torch.empty(0, dtype=torch.float8_e4m3fn)
+    if e4m3:
+        return builds.check_cache("op", pages)
+    with pytest.raises(ValueError, match=f"a cache on sm_{sm} must be .* got torch.float8_e4m3fn"):
+        builds.check_cache("op", pages)

@@ -1,0 +1,175 @@
+"""The host launches kernels and goes on: it reads nothing back and uploads nothing (`waits`)."""
+
+import inspect
+import os
+
+import pytest
+import torch
+
+import kvcompress_kernels as kernels
+from kvcompress_kernels import (
+    column_sums_triton,
+    compact_triton,
+    merge_triton,
+    page_tables_triton,
+    select_triton,
+    value_scores_triton,
+    window_scores_triton,
+)
+from waits import launches, nothing_uploaded_or_read
+
+pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
+
+LAUNCHING = (
+    column_sums_triton,
+    compact_triton,
+    merge_triton,
+    page_tables_triton,
+    select_triton,
+    value_scores_triton,
+    window_scores_triton,
+)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return launches(monkeypatch)
+
+
+def on_device(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def pages(dim, dtype=torch.bfloat16):
+    """Pages as FLASH_ATTN stores them: ``[40, Hkv, D, 16]`` keys and ``[40, Hkv, 16, D]``."""
+    cache = on_device(2, 40, 16, 2, dim, dtype=dtype)
+    return cache[0].permute(0, 2, 3, 1), cache[1].transpose(1, 2)
+
+
+K, V = pages(64)
+QUERY = on_device(32, 8, 64, dtype=torch.bfloat16)
+TABLE = on_device(13, dtype=torch.int64)  # of 200 tokens
+TABLES = on_device(3, 13, dtype=torch.int64)
+KEPT = on_device(3, 2, 96, dtype=torch.int64)
+COUNTS = on_device(3)
+SCORES = on_device(6, 200, dtype=torch.float32)
+WEIGHTS = on_device(3, 8, 200, dtype=torch.float32)
+STEP = (on_device(5, 30), on_device(5), on_device(9, 4, 7), on_device(9, 4), on_device(9))
+STEP_ROWS = (on_device(5, 30), on_device(5), on_device(5, 4, 7), on_device(5, 4), on_device(5))
+INTO = (on_device(5), on_device(), on_device(4, 8, 30), on_device(4, 8))
+
+CALLS = {
+    "window_scores": lambda: [
+        kernels.window_scores(QUERY, K, TABLE, 200, scale, variance=variance)
+        for scale in (0.1, -0.1)
+        for variance in (False, True)
+    ],
+    "column_sums": lambda: kernels.column_sums(QUERY, K, TABLE, 200, 0.1),
+    "value_scores": lambda: [
+        kernels.value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2")
+        for fast in (False, True)
+    ],
+    "merge_evicted": lambda: kernels.merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
+    "move_kept": lambda: [
+        kernels.move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)
+        for kept in (None, KEPT)
+        for into in (None, pages(64))
+    ],
+    "select": lambda: [
+        kernels.select(SCORES, on_device(6), on_device(6), 96, first=4, last=on_device(6)),
+        kernels.select(SCORES, 200, on_device(6), 96),
+    ],
+    "select_chunks": lambda: [
+        kernels.select_chunks(SCORES, on_device(3), on_device(3), 96, size=10, heads=2),
+        kernels.select_chunks(SCORES, 200, on_device(6), 96, size=10),
+    ],
+    "page_tables": lambda: kernels.page_tables(*STEP_ROWS, on_device(4), 4, 16),
+    "page_tables_into": lambda: kernels.page_tables_into(*STEP, on_device(4), 4, 16, *INTO),
+    "window_scores_triton.run_batch": lambda: [
+        window_scores_triton.run_batch(
+            on_device(3, 32, 8, 64, dtype=torch.bfloat16),
+            *(K, TABLES, [200, 100, 77], COUNTS, 0.1),
+            grouped=grouped,
+            **dict.fromkeys(("variance", "entropy", "shift", "recent", "last"), more),
+        )
+        for grouped in (False, True)
+        for more in (False, True)
+    ],
+    "column_sums_triton.run_batch": lambda: column_sums_triton.run_batch(
+        on_device(96, 8, 64, dtype=torch.bfloat16), on_device(4), 40, K, TABLES, COUNTS, 200, 0.1
+    ),
+    "value_scores_triton.run_batch": lambda: [
+        value_scores_triton.run_batch(WEIGHTS, V, TABLES, COUNTS, fast, "mean")
+        for fast in (False, True)
+    ],
+    "merge_triton.run_batch": lambda: merge_triton.run_batch(
+        K, V, TABLES, COUNTS, KEPT, COUNTS, 150
+    ),
+}
+BEHIND_AN_OP = {"run", "run_into", "chunks"}
+
+
+def functions(module):
+    return {
+        name
+        for name, x in inspect.getmembers(module, inspect.isfunction)
+        if x.__module__ == module.__name__ and not name.startswith("_") and name != "builds"
+    }
+
+
+def test_all_that_launches_is_called_here():
+    public = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
+    batched = {
+        f"{module.__name__.split('.')[-1]}.{name}"
+        for module in LAUNCHING
+        for name in functions(module) - BEHIND_AN_OP
+    }
+    assert set(CALLS) == public | batched
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_read_or_uploaded(call, launched):
+    with nothing_uploaded_or_read():
+        CALLS[call]()
+    assert launched
+
+
+WAITS = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x[0]),
+    "float": lambda x: float(x[0]),
+    "bool": lambda x: bool(x[0]),
+    "index": lambda x: range(x[0]),
+    "tolist": lambda x: x.tolist(),
+    "builtin max": max,
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "repeat": lambda x: torch.repeat_interleave(x),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.numpy(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "tensor": lambda x: torch.tensor([1, 2], device=x.device),
+    "as_tensor": lambda x: torch.as_tensor([1, 2], device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1, 2]),
+    "to": lambda x: torch.arange(3).to(x.device),
+    "copy": lambda x: x.copy_(torch.arange(3)),
+    "store": lambda x: x.__setitem__(0, torch.tensor(1)),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_would_be_seen(wait):
+    with (
+        nothing_uploaded_or_read(),
+        pytest.raises((AssertionError, NotImplementedError, RuntimeError, TypeError)),
+    ):
+        WAITS[wait](on_device(3))
+
+
+def test_what_stays_on_the_device_is_let_through():
+    x = on_device(3, 4)
+    with nothing_uploaded_or_read():
+        torch.full((1,), 7, device=x.device)
+        torch.arange(0, 8, 4, device=x.device)
+        x.to(torch.float32).cumsum(1)[None, :2].contiguous().zero_()

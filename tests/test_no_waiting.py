@@ -1,0 +1,74 @@
+"""How much each layer keeps is never known to the host: to ask a GPU would stop the step."""
+
+import pytest
+import torch
+
+from kvcompress_kernels import select_ops
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.pipeline import Observed, method_of
+from vllm_kvcompress.plan import Prompt, page_plan
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.budgets import apportion, round_to_pages
+from vllm_kvcompress.policies.presets import PRESETS
+from waits import nothing_uploaded_or_read
+
+LAYERS, HEADS, KV_HEADS = 9, 4, 2
+MORE = {
+    "d2o, layers skipped": {"compress": "d2o", "allocator_params": {"skip_layers": [0, -1]}},
+    "d2o, heads scaled": {"compress": "d2o", "allocator_params": {"norm": "head_minmax"}},
+    "chunks reused": {"compress": "chunkkv", "selector_params": {"reuse": 3, "shared": False}},
+    "shared": {"compress": "cake", "selector_params": {"shared": True}},
+    "chunks of cake": {"compress": "cake", "selector": "chunks"},
+}
+SETTINGS = {**{name: {"compress": name} for name in PRESETS}, **MORE}
+
+
+def on_device(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def observed(method, past):
+    """What the layers' attention leaves behind, as `Method.observe` gives it."""
+    figures = None
+    if Reads.VARIANCE in method.allocator.reads:
+        figures = on_device(2)
+    elif Reads.COLUMN_SUMS in method.allocator.reads:
+        figures = on_device(HEADS)
+    return [Observed(scores=on_device(KV_HEADS, past), figures=figures) for _ in range(LAYERS)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("tokens", [201, 1000])
+def test_pages_and_positions(name, tokens):
+    """The ops run their references, which ask for nothing either."""
+    settings = CompressionConfig.parse({**SETTINGS[name], "budget": 0.4})
+    method, plan = method_of(settings), page_plan(settings.prompt(LAYERS, tokens), 16)
+    seen = observed(method, plan.prompt.past)
+    if method.allocator.reads:
+        with nothing_uploaded_or_read():
+            pages = method.layer_pages(plan, seen)
+        assert pages.device.type == "meta"
+    else:  # lengths alone decide
+        assert method.layer_pages(plan, seen).device.type == "cpu"
+        pages = on_device(LAYERS, dtype=torch.int64)
+    assert (pages.shape, pages.dtype) == ((LAYERS,), torch.int64)
+    with nothing_uploaded_or_read():
+        for tail in (False, True):
+            kept = method.select(seen, plan, pages, tail=tail)
+            most = plan.most_pages * plan.block_size + tail * plan.tail
+            assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, most), torch.int32)
+        assert method.protected_scores(seen, plan, pages).shape == (LAYERS, KV_HEADS, tokens)
+
+
+def test_integer_budgets():
+    weights, caps = on_device(3, LAYERS), on_device(3, LAYERS, dtype=torch.int64)
+    plan = page_plan(Prompt(num_layers=LAYERS, tokens=300, window=8, budget=100), 16)
+    with nothing_uploaded_or_read():
+        for total in (100, on_device(dtype=torch.int64)):
+            given = apportion(weights, total, caps, 8)
+            assert (given.shape, given.dtype) == (caps.shape, torch.int64)
+        assert round_to_pages(given[0], plan).shape == (LAYERS,)
+
+
+def test_no_kernel_was_needed():
+    assert not select_ops.triton_takes(on_device(1))
