@@ -42,7 +42,10 @@ def _inverse_norm(x):  # type: ignore[no-untyped-def]
     return 1.0 / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["width", "most"],
+    do_not_specialize_on_alignment=["pages", "kept", "counts"],
+)
 def pack_kernel(  # type: ignore[no-untyped-def]
     key_pages, pages, kept, counts, packed, scales, width, most, room, block,
     s_page, s_head, s_dim, s_slot, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -64,7 +67,10 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     tl.store(scales + row * room + j, scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["width", "most", "evicted", "steps"],
+    do_not_specialize_on_alignment=["pages", "kept", "counts", "tokens"],
+)
 def nearest_kernel(  # type: ignore[no-untyped-def]
     key_pages, pages, kept, counts, tokens, packed, scales, cosines, near, places, sums,
     width, most, room, evicted, block, steps, s_page, s_head, s_dim, s_slot,
@@ -116,7 +122,10 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + row * tl.num_programs(0) + tl.program_id(0), total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["most", "evicted", "tiles", "segment"],
+    do_not_specialize_on_alignment=["counts", "tokens"],
+)
 def count_kernel(  # type: ignore[no-untyped-def]
     cosines, near, sums, counts, tokens, ranks, counters, most, evicted, tiles, segment,
     ROWS: tl.constexpr, SUMS: tl.constexpr,
@@ -153,7 +162,10 @@ def count_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["most", "evicted", "segment", "segments"],
+    do_not_specialize_on_alignment=["counts", "tokens"],
+)
 def place_kernel(  # type: ignore[no-untyped-def]
     cosines, near, places, ranks, ends, counts, tokens, members, weights,
     most, evicted, segment, segments, ROWS: tl.constexpr,
@@ -202,7 +214,10 @@ def _add_up(  # type: ignore[no-untyped-def]
     tl.store(out + dim, tl.where(end > begin, mean, mine), mask=dim < DIM)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["width", "most", "evicted", "segments"],
+    do_not_specialize_on_alignment=["pages", "kept", "counts"],
+)
 def fold_kernel(  # type: ignore[no-untyped-def]
     key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
     width, most, evicted, segments, block, k_page, k_head, k_dim, k_slot,

@@ -15,6 +15,8 @@ from kvcompress_kernels.merge_passes_triton import (
 )
 
 RANKED = 128  # evicted tokens that `count_kernel` ranks at a time
+COUNTING = 8  # its warps; 4 spill with Triton 3.7
+TABLES = ("pages", "kept", "counts", "tokens")  # of one layer at a time: no alignment is known
 SEGMENT = 4096  # evicted tokens of one program of `count_kernel`, at least
 COPIED = 64  # kept tokens of one program of `pack_kernel`
 MEMBERS = 32  # merged tokens that `fold_kernel` reads at a time
@@ -120,7 +122,7 @@ def run_batch(
     )  # fmt: skip
     count_kernel[(segments, *many)](
         cosines, near, sums, counts, tokens, ranks, counters, most, evicted, tiles, segment,
-        RANKED, 128,
+        RANKED, 128, num_warps=COUNTING,
     )  # fmt: skip
     ends = counters.cumsum(2, dtype=torch.int32)
     place_kernel[(triton.cdiv(evicted, 512), *many)](
@@ -165,7 +167,8 @@ def builds(sm: int) -> list[Build]:
             for k in kernel.arg_names
             if k not in fixed
         }
-        aligned = tuple(k for k in signature if k in pointers or k[1:2] == "_" or k == "room")
+        known = {*pointers, "room"} - {*TABLES}
+        aligned = tuple(k for k in signature if k in known or k[1:2] == "_")
         made.append(
             Build(
                 name=f"merge {name}",
@@ -188,6 +191,6 @@ def builds(sm: int) -> list[Build]:
             ROWS=shape.evicted, KEPT=shape.kept)  # fmt: skip
         both = dict(K=dim, K_PAD=dim, V=dim, V_PAD=dim)
         add(f"fold D={dim}", fold_kernel, _folding(dim), 3, True, **both, ROWS=MEMBERS)
-    add("count", count_kernel, 4, 3, False, ROWS=RANKED, SUMS=128)
+    add("count", count_kernel, COUNTING, 3, False, ROWS=RANKED, SUMS=128)
     add("place", place_kernel, 4, 3, False, ROWS=512)
     return made

@@ -73,7 +73,7 @@ def _narrow(held, prefix, room, searching, shift):  # type: ignore[no-untyped-de
     return prefix, tl.where(whole, 0, room), searching & (whole == 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
 def _select_kernel(  # type: ignore[no-untyped-def]
     scores, columns, keep, first, last, out, most, width, s_row, TILE: tl.constexpr
 ):
@@ -122,7 +122,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + start + lane, -1, mask=start + lane < most)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["number"])  # type: ignore[untyped-decorator]
 def _chunk_keys_kernel(  # type: ignore[no-untyped-def]
     scores, columns, keys, size, heads, number, s_row, TILE: tl.constexpr, PART: tl.constexpr
 ):
@@ -151,7 +151,7 @@ def _chunk_keys_kernel(  # type: ignore[no-untyped-def]
     tl.store(keys + row * number + chunk, _in_order64(worth), mask=chunk < number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["most", "number"])  # type: ignore[untyped-decorator]
 def _select_chunks_kernel(  # type: ignore[no-untyped-def]
     keys, columns, keep, out, most, size, number, TILE: tl.constexpr, PART: tl.constexpr
 ):
@@ -271,7 +271,7 @@ def builds(sm: int) -> list[Build]:
             signature=rows | given,
             constexprs=dict(TILE=shape.tile),
             warps=shape.warps,
-            aligned=(*rows, *given),
+            aligned=(*(rows.keys() - {"most"}), *given),
         )
         for shape in (_shape(2048), _shape(32768), _shape(131072))
     ]
@@ -290,7 +290,7 @@ def builds(sm: int) -> list[Build]:
                 kernel=_select_chunks_kernel,
                 signature=rows | dict(keys="*i64", size="i32", number="i32"),
                 constexprs=dict(TILE=_chunks_tile(part), PART=part),
-                aligned=("keys", "columns", "keep", "out", "most"),
+                aligned=("keys", "columns", "keep", "out"),
                 wide_loads=False,  # rows of an odd number of keys
             ),
         ]
