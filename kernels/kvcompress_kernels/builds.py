@@ -42,6 +42,10 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+DIMS = (64, 80, 96, 128, 256)
+"""Head dims of the models that are served."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """One configuration of one kernel, as `run` launches it.

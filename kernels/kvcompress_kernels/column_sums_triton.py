@@ -13,13 +13,14 @@ column in one order of row tiles: results are the same in any batch.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import FLOAT8, FLOATS, Build, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, FLOAT8, FLOATS, Build, check_cache, float8, named
 from kvcompress_kernels.float8_triton import widened
 from kvcompress_kernels.ops import require
 
@@ -315,7 +316,7 @@ def builds(sm: int) -> list[Build]:
     stores them transposed, where no kernel runs.
     """
     made = []
-    for dim, of in [*((128, x) for x in float8(sm).values()), (64, "*bf16"), (128, "*bf16")]:
+    for dim, of in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         shape = _Shape(4, dim, 16, 1, 2)
         for what, kernel, how in (
             ("lse", _lse_kernel, shape.lse()),

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import Build
+from kvcompress_kernels.builds import DIMS, Build
 
 TILE_BYTES = 8192
 WARPS = 4
@@ -176,7 +176,7 @@ def _shapes(key_dim: int, value_dim: int, size: int) -> dict[str, int]:
 
 def builds(sm: int) -> list[Build]:
     """bf16, block 16, 8 KV heads, K and V of a token side by side; with and without positions."""
-    return [_build(dim, whole) for dim in (64, 128) for whole in (False, True)]
+    return [_build(dim, whole) for dim in DIMS for whole in (False, True)]
 
 
 def _build(dim: int, whole: bool) -> Build:

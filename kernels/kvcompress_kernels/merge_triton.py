@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kvcompress_kernels.builds import Build, architecture
+from kvcompress_kernels.builds import DIMS, Build, architecture
 from kvcompress_kernels.merge_passes_triton import (
     count_kernel,
     fold_kernel,
@@ -50,7 +50,7 @@ def _copying(pad: int) -> int:
 
 def _folding(pad: int) -> int:
     """Warps of `fold_kernel`: likewise, at 32 members and the wider of K and V."""
-    return max(2, pad // 32)
+    return max(2, pad // 32) * (2 if pad >= 256 else 1)
 
 
 def _pad(dim: int) -> int:
@@ -183,14 +183,15 @@ def builds(sm: int) -> list[Build]:
             )
         )
 
-    for dim in (64, 128):
-        shape = _shape(dim, 2, sm)
-        sized = dict(DIM=dim, PAD=dim)
-        add(f"pack D={dim}", pack_kernel, _copying(dim), 3, True, **sized, ROWS=COPIED)
+    for dim in DIMS:
+        pad = _pad(dim)
+        shape = _shape(pad, 2, sm)
+        sized = dict(DIM=dim, PAD=pad)
+        add(f"pack D={dim}", pack_kernel, _copying(pad), 3, True, **sized, ROWS=COPIED)
         add(f"nearest D={dim}", nearest_kernel, shape.warps, shape.stages, True, **sized,
             ROWS=shape.evicted, KEPT=shape.kept)  # fmt: skip
-        both = dict(K=dim, K_PAD=dim, V=dim, V_PAD=dim)
-        add(f"fold D={dim}", fold_kernel, _folding(dim), 3, True, **both, ROWS=MEMBERS)
+        both = dict(K=dim, K_PAD=pad, V=dim, V_PAD=pad)
+        add(f"fold D={dim}", fold_kernel, _folding(pad), 3, True, **both, ROWS=MEMBERS)
     add("count", count_kernel, COUNTING, 3, False, ROWS=RANKED, SUMS=128)
     add("place", place_kernel, 4, 3, False, ROWS=512)
     return made

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from kvcompress_kernels.builds import Build, architecture, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, named
 from kvcompress_kernels.value_scores_passes_triton import (
     VARY,
     heaviest_kernel,
@@ -123,7 +123,8 @@ def builds(sm: int) -> list[Build]:
     """
     narrow = dict(wide_loads=False)
     made = [_build("value_scores heaviest", heaviest_kernel, dict(SPLIT=SPLIT), "*bf16", **narrow)]
-    sizes = [*product((128,), (4,), float8(sm).values()), *product((64, 128), (4, 16), ["*bf16"])]
+    sizes = [*product((128,), (4,), float8(sm).values()), (128, 16, "*bf16")]
+    sizes += product(DIMS, (4,), ["*bf16"])
     for (dim, group, kind), fast in product(sizes, (False, True)):
         shape = _Shape(group, dim, 16, fast, 2 if kind == "*bf16" else 1, sm)
         of = f"D{dim} G{group}{' fast' if fast else ''}{named(kind)}"

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from kvcompress_kernels.builds import FLOATS, Build, architecture, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, FLOATS, Build, architecture, check_cache, float8, named
 from kvcompress_kernels.ops import WindowScores, require
 from kvcompress_kernels.window_scores_passes_triton import (
     columns_kernel,
@@ -249,9 +250,8 @@ def builds(sm: int) -> list[Build]:
     ]
     for of in float8(sm).values():
         found += _builds(128, 32, of, sm)
-    for dim in (64, 128):
-        for w in (8, 32, 64):
-            found += _builds(dim, w, "*bf16", sm)
+    for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 64, 128))]:
+        found += _builds(dim, w, "*bf16", sm)
     return found
 
 
