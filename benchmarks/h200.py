@@ -32,7 +32,6 @@ LIMITS = {  # seconds, in the order of the run
     "serving": 560,
     "ncu": 240,
 }
-ALL = 580  # seconds of a command
 DRY = 6  # times as long may a dry run take
 LOG_BYTES = 8 << 20  # of log.txt, its end
 
@@ -43,7 +42,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", nargs="+", choices=list(LIMITS), default=list(LIMITS))
     parser.add_argument("--summary", action="store_true", help="of what is in --out; run nothing")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU; nothing is measured")
-    parser.add_argument("--limit", type=float, default=ALL, help="seconds for all stages")
+    parser.add_argument(
+        "--limit", type=float, default=sum(LIMITS.values()), help="seconds for all stages"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the random data")
     parser.add_argument("--commit", help="where the code came from, on a machine without git")
     parser.add_argument("--inside", choices=list(LIMITS), help=argparse.SUPPRESS)

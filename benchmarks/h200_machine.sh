@@ -21,8 +21,10 @@
 #
 #     python benchmarks/h200.py --out benchmarks/results/h200 --summary
 #
-# If the machine was given back in between, all that was carried is lost: the first command needs
-# nothing of it, the second folder 2, the third all three folders.
+# The kernels' correctness comes first, then whether vLLM starts at 8B shapes at all. If the machine
+# was given back in between, all that was carried is lost: 1 and 2 can be run again as they are; 3
+# needs what 1, 2 and 3 carried, so carry 1 and 2 again before it, each with
+# `bash benchmarks/h200_machine.sh keep N`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 LOADS=.cache/gpu
@@ -72,6 +74,9 @@ measure() {
 
 if [ "${1:-}" = pack ]; then
   pack "${2:?the archive of the vLLM wheel}"
+  exit
+elif [ "${1:-}" = keep ]; then  # on the machine: store what this command carried, measure nothing
+  take "${2:?the number of the folder}"
   exit
 fi
 : "${OUT:?the folder for results}"

@@ -96,6 +96,7 @@ class Graphs:
     def __init__(self, monkeypatch: Any, sizes: tuple[int, ...]) -> None:
         self.sizes, self.replays, self.padded = sizes, 0, 0
         self._captured: dict[int, Any] = {}
+        self._addresses: dict[int, list[int]] = {}
         dispatch = ModelCudaGraphManager.dispatch
 
         def dispatching(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs):
@@ -129,10 +130,19 @@ class Graphs:
                     full_cudagraph=True,
                     max_query_len=1,
                 )
+                self._addresses[size] = self._reads(size)
+
+    def _reads(self, size: int) -> list[int]:
+        """Where a graph's attention kernels read: pages, tables, lengths, of every layer."""
+        metadata = next(iter(self._captured[size].attn_metadata.values()))
+        layers = [metadata.kvcompress[i] for i in range(len(self._compressor.pool.layer_offset))]
+        tensors = [x for own in layers for x in (own.block_table, own.seq_lens)]
+        return [x.data_ptr() for x in (self._compressor.pool.pages, *tensors)]
 
     def _run(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
         assert not self._compressor.watching, "a replayed graph runs no Python"
         self.replays += 1
+        assert self._reads(desc.num_tokens) == self._addresses[desc.num_tokens], "moved"
         runner, rows = self._runner, desc.num_tokens
         captured = self._captured[rows]
         self.padded += bool((runner.input_buffers.seq_lens[:rows] == 0).any())

@@ -94,15 +94,20 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     from_key = page * s_from_key_page + head * s_from_key_head + slot * s_from_key_slot
     from_value = page * s_from_value_page + head * s_from_value_head + slot * s_from_value_slot
     key = tl.load(  # [ROWS, KEY_PAD]
-        from_keys + from_key[:, None] + key_dim * s_from_key_dim, mask=key_live
+        from_keys + from_key[:, None] + key_dim.to(tl.int64) * s_from_key_dim, mask=key_live
     )
     value = tl.load(
-        from_values + from_value[:, None] + value_dim * s_from_value_dim, mask=value_live
+        from_values + from_value[:, None] + value_dim.to(tl.int64) * s_from_value_dim,
+        mask=value_live,
     )
     to_key = to_page * s_to_key_page + head * s_to_key_head + to_slot * s_to_key_slot
     to_value = to_page * s_to_value_page + head * s_to_value_head + to_slot * s_to_value_slot
-    tl.store(to_keys + to_key[:, None] + key_dim * s_to_key_dim, key, mask=key_live)
-    tl.store(to_values + to_value[:, None] + value_dim * s_to_value_dim, value, mask=value_live)
+    tl.store(to_keys + to_key[:, None] + key_dim.to(tl.int64) * s_to_key_dim, key, mask=key_live)
+    tl.store(
+        to_values + to_value[:, None] + value_dim.to(tl.int64) * s_to_value_dim,
+        value,
+        mask=value_live,
+    )
 
 
 def run(

@@ -78,13 +78,13 @@ def numbers(section: str) -> dict[tuple[str, int], tuple[str, ...]]:
 
 
 def differences(now: str, then: str, *, gone: bool) -> list[str]:
-    """Where two sections by the same Triton differ; nowhere if there is no second one.
+    """Where two sections by the same Triton differ.
 
     Args:
         gone: whether what `now` lacks counts, of the architectures that it has.
     """
     if not then:
-        return []
+        return ["the committed file has no table by this Triton; write one with --write"]
     made, known = numbers(now), numbers(then)
     architectures = {sm for _, sm in made}
     lost = [key for key in known if key not in made and key[1] in architectures] if gone else []

@@ -244,6 +244,7 @@ def chunks(
     size: int,
     heads: int,
 ) -> torch.Tensor:
+    size = min(size, max(scores.shape[1], 1))  # a longer chunk is the whole row too
     rows, number = len(scores) // heads, -(-scores.shape[1] // size)
     out = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
     if rows and most:

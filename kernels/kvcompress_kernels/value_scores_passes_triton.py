@@ -34,7 +34,7 @@ def _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BL
     else:
         index, slot = token // block, token % block
     page = tl.load(pages + index, mask=live, other=0).to(tl.int64)
-    at = (page * s_page + slot.to(tl.int64) * s_slot)[:, None] + dim[None, :] * s_dim
+    at = (page * s_page + slot.to(tl.int64) * s_slot)[:, None] + dim[None, :].to(tl.int64) * s_dim
     return tl.load(values + at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
 
 

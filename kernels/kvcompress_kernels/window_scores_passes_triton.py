@@ -40,7 +40,11 @@ def _window_rows(  # type: ignore[no-untyped-def]
 ):
     dim = tl.arange(0, PAD)
     real = ((head < group) & (i < w))[:, None] & (dim < DIM)[None, :]
-    at = i.to(tl.int64)[:, None] * s_token + head[:, None] * s_head + dim[None, :] * s_dim
+    at = (
+        i.to(tl.int64)[:, None] * s_token
+        + head[:, None] * s_head
+        + dim[None, :].to(tl.int64) * s_dim
+    )
     return tl.load(query + at, mask=real, other=0.0)  # [ROWS, PAD]
 
 

@@ -129,7 +129,7 @@ def run_batch(
     model = w, group, dim, max(query.itemsize, key_pages.itemsize)
     several = variance or shift or entropy or last
     partials_shapes = _partials_shapes(*model)
-    columns_shapes = _columns_shapes(*model, architecture(query.device), several)
+    columns_shapes = _columns_shapes(*model, architecture(query.device), several, variance)
     layout = 0 if pages.shape[1] == 1 else block
     splits, lines = triton.cdiv(size, SPAN), heads * w
     strides = (*query.stride(), pages.stride(0), *key_pages.stride())
@@ -216,14 +216,15 @@ def _partials_shapes(w: int, group: int, dim: int, itemsize: int) -> dict[str, i
 
 
 def _columns_shapes(
-    w: int, group: int, dim: int, itemsize: int, sm: int, maps: bool
+    w: int, group: int, dim: int, itemsize: int, sm: int, maps: bool, variance: bool
 ) -> dict[str, int]:
     """16 rows are the fewest of `tl.dot`. The most need 8 warps: variance and last row, `maps`,
     keep several maps of a tile alive. With them Blackwell's logits, which come from its tensor
-    memory, would spill at 128 rows."""
-    most = 64 if sm >= 100 and maps else 128
+    memory, would spill at 128 rows, and Ampere's without the variance."""
+    most = 64 if maps and (sm >= 100 or (sm < 90 and not variance)) else 128
     shapes = _shapes(w, group, dim, itemsize, 16, most)
     many = shapes["HEADS"] * shapes["WINDOW"] == most
+    many |= sm >= 100 and maps and w == 1
     return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
 
 
@@ -262,7 +263,10 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
     numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
     aligned = [*inputs, *(x for x in strides if x != "s_pages")]
     outputs = ("total_out", "variance_out", "recent_out", "last_out", "entropies", "shifts")
-    few, many = (_columns_shapes(w, 4, dim, 2, sm, maps) for maps in (False, True))
+    few, some, every = (
+        _columns_shapes(w, 4, dim, 2, sm, maps, variance)
+        for maps, variance in ((False, False), (True, False), (True, True))
+    )
 
     def build(kernel: Any, what: str, pointers: Sequence[str], size: str, how: Any) -> Build:
         constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **how}
@@ -278,6 +282,8 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
         )
 
     totals = {**few, "GROUPED": True, **dict.fromkeys(outputs[1:])}
+    plain = ("total_out", "recent_out", "last_out", "entropies")  # what is not CAKE's asks for
+    absent = dict.fromkeys(set(outputs) - set(plain))
     return [
         build(
             partials_kernel, "partials", ("tops", "sums"), "splits", _partials_shapes(w, 4, dim, 2)
@@ -285,9 +291,16 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
         build(columns_kernel, "totals", ("row_tops", "log_sums", "total_out"), "size", totals),
         build(
             columns_kernel,
+            "plain",
+            ("row_tops", "log_sums", *plain),
+            "size",
+            {**some, "GROUPED": False, **absent},
+        ),
+        build(
+            columns_kernel,
             "all",
             ("row_tops", "log_sums", *outputs),
             "size",
-            {**many, "GROUPED": False},
+            {**every, "GROUPED": False},
         ),
     ]

@@ -1,5 +1,6 @@
 """Kernels compiled for NVIDIA GPUs, without one: no spills, no lost 16-byte loads."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -58,6 +59,30 @@ def test_differences_are_told_by_build_and_architecture(then, said):
     part = section("3.9.0", (90,), {"fold": {90: made(32)}, "fp8": {90: made(40)}})
     found = differences(part, section("3.9.0", (80, 90), then), gone=True)
     assert [line[: len(said[0])] for line in found] == said
+
+
+def test_a_triton_without_a_table_is_said():
+    assert "no table by this Triton" in differences(NOW, "", gone=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"spills": 1}, "1 spills"),
+        ({"loads_16": 0}, "no 16-byte loads"),
+        ({"tensor": 0}, "no tensor cores"),
+        ({"shared": 228 << 10}, "bytes of shared memory"),
+    ],
+    ids=str,
+)
+def test_what_the_compiler_must_not_make(change, fault):
+    from kvcompress_kernels.report_triton import faults, named
+
+    build = named(90)["window_scores plain D128 w32"]
+    good = Compiled(registers=99, shared=1024, spills=0, loads_16=8, tensor=8, instructions=64)
+    found = faults(build, 90, dataclasses.replace(good, **change))
+    assert found == [] if fault is None else fault in found[0]
 
 
 def test_a_build_that_is_gone_counts_if_all_were_built():

@@ -8,7 +8,7 @@ from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.base import Reads
 
 _INT = _FLOAT = 4
-_ALIGNED = 4  # int32 rows that start at 16 bytes, whatever the layer
+_ALIGNED = 16  # int32 rows that start at 64 bytes, whatever the layer
 _PREFILLS = 16  # prompts at once that keep window queries; more of them live off the activations
 
 
@@ -34,8 +34,8 @@ def device_bytes(config: VllmConfig, settings: CompressionConfig) -> int:
     scores ``[L, Hkv, S]``, once per layer and once stacked, int32 positions of the same size, what
     one layer's attention is reduced to (four maps ``[Hq, S]``), column sums ``[L, Hq, S]`` where
     the method reads them, and the staging buffer of a prompt that is packed in place (one KV
-    head's kept pages; all heads' where it is merged). Window queries ``[L, w, Hq, D]`` of several
-    prompts.
+    head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
+    ``[L, w, Hq, D]`` of several prompts.
     """
     model, parallel = config.model_config, config.parallel_config
     layers = model.get_num_layers(parallel)
@@ -53,6 +53,6 @@ def device_bytes(config: VllmConfig, settings: CompressionConfig) -> int:
     plan = page_plan(settings.prompt(layers, longest), block)
     page = block * 2 * model.get_head_size() * model.dtype.itemsize  # of one head
     staged = 0 if plan is None else plan.pages * page
-    if settings.names.merge:
-        staged *= kv_heads
+    if settings.names.merge:  # float32 keys and values of one layer, as they are and as pages
+        staged = staged * kv_heads + 2 * kv_heads * longest * 2 * model.get_head_size() * _FLOAT
     return int(tables + scores + maps + queries + sums + staged)
