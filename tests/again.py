@@ -33,7 +33,6 @@ def runs(files: Sequence[str], environment: Mapping[str, str]) -> Iterator[dict[
         yield {file: pool.submit(run, file) for file in files}
 
 
-def passed(done: Done) -> None:
-    """Assert that the file's tests passed, and that there were some."""
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def said(done: Done) -> str:
+    """The end of what pytest said."""
+    return done.stdout[-6000:] + done.stderr[-2000:]

@@ -26,4 +26,6 @@ def runs():
 @pytest.mark.skipif(V2, reason="this process is on it already")
 @pytest.mark.parametrize("file", FILES)
 def test_on_model_runner_v2(file, runs):
-    again.passed(runs[file].result())
+    done = runs[file].result()
+    assert done.returncode == 0, again.said(done)
+    assert " passed" in done.stdout, "no test ran"

@@ -26,7 +26,9 @@ def runs():
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process is in it already")
 @pytest.mark.parametrize("file", FILES)
 def test_triton_equals_its_contract(file, runs):
-    again.passed(runs[file].result())
+    done = runs[file].result()
+    assert done.returncode == 0, again.said(done)
+    assert " passed" in done.stdout, "no test ran"
 
 
 @pytest.mark.parametrize("file", FILES)
