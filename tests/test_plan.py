@@ -61,11 +61,11 @@ def test_nothing_to_remove_where_the_window_needs_every_page():
 @prop
 @given(cases())
 def test_formulas(case):
-    """ENGINE section 2, in rationals."""
+    """ENGINE section 2, in rationals; with no window and no tail a layer keeps a page."""
     p, block = case
     layers, full = p.num_layers, p.tokens // block
     tail = p.tokens - full * block
-    lowest = ceil(Fraction(max(p.window - tail, 0), block))
+    lowest = ceil(Fraction(max(max(p.window, 1) - tail, 0), block))
     pages = floor(Fraction(layers * (p.budget - tail), block))
     pages = min(max(pages, layers * lowest), layers * full)
     plan = page_plan(p, block)
