@@ -131,7 +131,14 @@ class Engine:
         self.scheduler._preempt_request, self.scheduler.schedule = preempting, scheduling
         return seen
 
-    def alone(self, prompt: list[int], tokens: int, answer: list[int], cuts: list[int]) -> None:
+    def alone(
+        self,
+        prompt: list[int],
+        tokens: int,
+        answer: list[int],
+        cuts: list[int],
+        **params: Any,
+    ) -> None:
         """Assert that `answer` is this request's, alone in this engine.
 
         Args:
@@ -142,10 +149,8 @@ class Engine:
         start = 0
         for stop in [*cuts, tokens]:
             if stop > start:
-                assert (
-                    self.generate([prompt + answer[:start]], stop - start)[0]
-                    == (answer[start:stop])
-                ), (len(prompt), start, cuts)
+                got = self.generate([prompt + answer[:start]], stop - start, **params)[0]
+                assert got == answer[start:stop], (len(prompt), start, cuts, params)
             start = stop
 
     def running(self) -> list[Any]:

@@ -379,7 +379,7 @@ def test_unknown_names_list_the_known():
     refused("'cake', 'd2o', 'dynamickv', 'pyramid', 'uniform'", allocator="zzz")
     refused("'cake', 'caote', 'fastcaote', 'h2o'", "'tova'", scorer="zzz")
     refused("'gamma', 'kernel'", scorer_params={"zzz": 1})
-    refused("'budget', 'compress'", raw={"zzz": 1})
+    refused("'budget', 'budget_bounds', 'compress'", raw={"zzz": 1})
 
 
 @pytest.mark.parametrize(
@@ -444,6 +444,10 @@ FULL = {
     "budget": 0.15,
     "window": 16,
     "min_prompt": 0,
+    "min_output": 5,
+    "pressure": 0.5,
+    "allow_override": ["off", "tova"],
+    "budget_bounds": [[0.05, 0.5], [64, 512]],
     "allocator": "cake",
     "scorer": "caote",
     "base": "tova",

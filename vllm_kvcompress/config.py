@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -26,8 +25,10 @@ from vllm_kvcompress.policies.presets import (
 from vllm_kvcompress.policies.published import published
 from vllm_kvcompress.policies.scorers import SCORERS
 from vllm_kvcompress.policies.selectors import SELECTORS
+from vllm_kvcompress.values import Bounds, parse_bounds, parse_budget, parse_methods, plain
 
 MAX_WINDOW = 1024
+_OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests"}
 
 
 class CompressionConfig(BaseModel):
@@ -48,6 +49,14 @@ class CompressionConfig(BaseModel):
     """Observation window in tokens, always kept; None takes the preset's."""
     min_prompt: int = Field(default=1024, ge=0)
     """Prompts shorter than this, in tokens, are left whole."""
+    min_output: int = Field(default=2, ge=2)
+    """Requests for fewer tokens than this are left whole; with one token nobody would read it."""
+    pressure: float = Field(default=0.0, ge=0, le=1)
+    """Share of the pool in use, the prompt included, under which it is left whole."""
+    allow_override: tuple[str, ...] = ()
+    """Methods that a request may ask for instead, off among them if it may; "all" of them."""
+    budget_bounds: tuple[Bounds, ...] = ()
+    """Least and most that a request may ask for: of ratios, of tokens or of both."""
     allocator: str | None = None
     """How much each layer keeps; None takes the preset's."""
     scorer: str | None = None
@@ -90,16 +99,43 @@ class CompressionConfig(BaseModel):
             raise ConfigError(f"must be a whole number of tokens, got {value!r}")
         return value
 
+    @field_validator("min_output", "pressure", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ConfigError(f"must be a number, got {value!r}")
+        return value
+
+    @field_validator("allow_override", mode="before")
+    @classmethod
+    def _methods(cls, value: Any) -> tuple[str, ...]:
+        return parse_methods(value)
+
+    @field_validator("budget_bounds", mode="before")
+    @classmethod
+    def _bounds(cls, value: Any) -> tuple[Bounds, ...]:
+        return parse_bounds(value)
+
     @field_validator("allocator_params", "scorer_params", "selector_params", mode="before")
     @classmethod
     def _sorted_items(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            items = ((str(key), _plain(item)) for key, item in value.items())
+            items = ((str(key), plain(item)) for key, item in value.items())
             return tuple(sorted(items, key=lambda item: item[0]))
         return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CompressionConfig":
+        if self.budget_bounds and not self.allow_override:
+            raise ConfigError(
+                "budget_bounds says what requests may ask for, and they may ask for nothing; add"
+                " allow_override (--kv-allow-override all), or remove budget_bounds"
+            )
+        for name in self.allow_override:
+            try:
+                self.variant(name)
+            except ConfigError as e:
+                raise ConfigError(f"allow_override={name!r}: {e}") from None
         if not self.enabled:
             return self
         names, window = self.names, self.resolved_window
@@ -176,7 +212,40 @@ class CompressionConfig(BaseModel):
 
     @property
     def enabled(self) -> bool:
+        """Whether prompts are compressed that ask for nothing."""
         return self.compress != "off"
+
+    @property
+    def active(self) -> bool:
+        """Whether any prompt can be compressed."""
+        return self.enabled or bool(set(self.allow_override) - {"off"})
+
+    @property
+    def variants(self) -> tuple["CompressionConfig", ...]:
+        """One configuration per method that this engine may run, its own first."""
+        others = [name for name in self.allow_override if name not in {"off", self.compress}]
+        return (self,) * self.enabled + tuple(self.variant(name) for name in others)
+
+    def variant(
+        self, compress: str | None = None, budget: float | int | None = None
+    ) -> "CompressionConfig":
+        """These settings with another method or budget.
+
+        A method other than this one's own is its preset: the parts, parameters and window of the
+        engine's method do not carry over to it.
+
+        Raises:
+            ConfigError: the budget does not fit the method.
+        """
+        name = self.compress if compress is None else compress
+        keys = _OF_THE_ENGINE
+        if name == self.compress:
+            keys = type(self).model_fields.keys() - {"allow_override", "budget_bounds"}
+        given = {key: getattr(self, key) for key in self.model_fields_set & keys}
+        given["compress"] = name
+        if budget is not None or "budget" not in given:
+            given["budget"] = self.budget if budget is None else budget
+        return type(self).parse(given)
 
     @property
     def _base(self) -> str:
@@ -251,45 +320,6 @@ class CompressionConfig(BaseModel):
             budget=self.tokens_per_layer(tokens),
             total=total,
         )
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of other libraries as Python's, lists as tuples."""
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):
-        return value.item()
-    return value
-
-
-def parse_budget(value: Any) -> float | int:
-    """A ratio in (0, 1] or a whole number of tokens >= 1, from a number or its text.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    rule = (
-        "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
-        f" as 1024; got {value!r}"
-    )
-    number: Any = _plain(value)
-    if isinstance(value, str):
-        try:
-            number = int(value)
-        except ValueError:
-            try:
-                number = float(value)
-            except ValueError:
-                raise ConfigError(rule) from None
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ConfigError(rule)
-    if isinstance(number, int):
-        if number < 1:
-            raise ConfigError(rule)
-        return number
-    if not 0 < number <= 1:  # NaN fails too
-        raise ConfigError(rule)
-    return number
 
 
 def _build(

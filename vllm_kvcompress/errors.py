@@ -2,6 +2,7 @@
 
 KVCompressError
 + ConfigError      the user's settings are wrong; the message names the key and a fix
+  + OverrideError  what one request asks for is wrong or not allowed
 + SeamError        this vLLM does not look the way we need; nothing was changed
 """
 
@@ -12,6 +13,19 @@ class KVCompressError(Exception):
 
 class ConfigError(KVCompressError, ValueError):
     """A setting is unknown, out of range, or in conflict with another."""
+
+
+class OverrideError(ConfigError):
+    """A request asks for what it may not have, or for nothing that exists.
+
+    Args:
+        reason: "not_allowed", "out_of_bounds" or "invalid".
+        message: one sentence, as of any ConfigError.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class SeamError(KVCompressError, RuntimeError):

@@ -160,18 +160,18 @@ def test_alone_in_company_in_any_order_and_chunked(preset, model, plain):
 
 @pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
 def test_mixed_presets_in_one_batch_behave_as_alone(model):
-    """Each request has its own settings, as the plan carries them."""
+    """Each request asks for its own, and the plan carries it."""
     prompt = PROMPTS[0]
-    with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
-        chosen: dict[str, CompressionConfig] = {}
-        llm.manager.settings_of = lambda request: chosen[request.request_id.split("-")[0]]
-        for i, preset in enumerate(PRESET_NAMES):
-            config = settings(preset, 0.25 + 0.05 * (i % 4))["kvcompress"]
-            chosen[preset] = CompressionConfig.parse(config)
+    asks = {
+        preset: {"kv_compress": preset, "kv_budget": 0.25 + 0.05 * (i % 4)}
+        for i, preset in enumerate(PRESET_NAMES)
+    }
+    some = settings(allow_override="all")
+    with engine(model, additional_config=some, enable_prefix_caching=False) as llm:
 
         def run(names):
             for name in names:
-                llm.submit(name, prompt, NEW)
+                llm.submit(name, prompt, NEW, extra_args=asks[name])
             return {key.split("-")[0]: answer for key, answer in llm.drain().items()}
 
         alone = {name: run([name])[name] for name in PRESET_NAMES}

@@ -10,6 +10,7 @@ import pytest
 import vllm_kvcompress
 from checkpoints import make, tokens
 from engines import engine, settings
+from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, SeamError
 
 vllm_kvcompress.register()
@@ -156,7 +157,6 @@ def test_trap_09_10_11_options_that_cannot_work(model, options, reason, cure):
 )
 def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, value, reason, cure):
     """vLLM refuses or ignores these on a CPU, so the check is called on its configuration."""
-    from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.engine.refusals import refuse_unsupported
 
     config = configure(model)
@@ -273,6 +273,10 @@ def test_without_flags_nothing_is_added(model):
         (["--kv-compress", "cake", "--kv-budget", "nan"], "got 'nan'"),
         (["--kv-compress", "cake", "--kv-window", "-3"], "greater than or equal to 0"),
         (["--kv-compress", "cake", "--kv-min-prompt", "x"], "valid integer"),
+        (["--kv-compress", "cake", "--kv-min-output", "1"], "greater than or equal to 2"),
+        (["--kv-compress", "cake", "--kv-pressure", "1.5"], "less than or equal to 1"),
+        (["--kv-compress", "cake", "--kv-allow-override", "cakee"], "did you mean 'cake'"),
+        (["--kv-compress", "cake", "--kv-budget-bounds", "0.5:0.1"], "must be MIN:MAX"),
         (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
         (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
     ],
@@ -288,6 +292,12 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
     ("arguments", "message"),
     [
         (["--kv-budget", "0.1"], "need a method"),
+        (["--kv-allow-override", "all"], "need a method"),
+        (["--kv-compress", "cake", "--kv-budget-bounds", "0.1:0.5"], "--kv-allow-override all"),
+        (
+            ["--kv-compress", "tova", "--kv-budget", "20", "--kv-allow-override", "snapkv"],
+            "allow_override='snapkv': budget=20",
+        ),
         (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
         (
             ["--kv-compress", "cake", "--kv-compress-config", '{"budgit": 1}'],
@@ -299,6 +309,21 @@ def test_settings_that_contradict_each_other(arguments, message, capsys, model):
     with pytest.raises(SystemExit, match="2"):
         engine_args("--model", model, *arguments)
     assert re.search(f"^vllm: error: .*{message}", capsys.readouterr().err.splitlines()[-1])
+
+
+def test_flags_for_requests_reach_the_configuration(model):
+    given = engine_args(
+        *("--model", model, "--kv-compress", "off", "--kv-allow-override", "off,tova"),
+        *("--kv-budget", "20", "--kv-budget-bounds", "0.05:0.5,16:64"),
+        *("--kv-pressure", "0.5", "--kv-min-output", "9"),
+    )
+    given.skip_tokenizer_init = True
+    config = given.create_engine_config()
+    settings_ = CompressionConfig.parse(config.additional_config["kvcompress"])
+    assert settings_.allow_override == ("off", "tova")
+    assert settings_.budget_bounds == ((0.05, 0.5), (16, 64))
+    assert (settings_.pressure, settings_.min_output, settings_.budget) == (0.5, 9, 20)
+    assert "Compressing" in config.scheduler_config.scheduler_cls
 
 
 def test_a_model_that_cannot_work_ends_the_command_with_one_sentence(edited, capsys):

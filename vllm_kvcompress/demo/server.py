@@ -62,6 +62,7 @@ class Server:
 
     url: str
     log: Path
+    process: subprocess.Popen[bytes]
 
     def metric(self, name: str, label: str | None = None) -> float:
         """The sum of a metric's samples, or the number in one of its labels.
@@ -117,7 +118,7 @@ def serve(
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
             start_new_session=True,
         )
-    server = Server(url=f"http://127.0.0.1:{port}", log=log)
+    server = Server(url=f"http://127.0.0.1:{port}", log=log, process=process)
     try:
         _wait_healthy(server, process, deadline_s)
         yield server

@@ -43,6 +43,26 @@ FLAGS = {
         "TOKENS",
         "Prompts shorter than this are left whole.",
     ),
+    "--kv-min-output": (
+        "min_output",
+        "TOKENS",
+        "Requests for fewer tokens than this (max_tokens) are left whole.",
+    ),
+    "--kv-pressure": (
+        "pressure",
+        "SHARE",
+        "Share of the KV pool in use, the prompt included, under which it is left whole.",
+    ),
+    "--kv-allow-override": (
+        "allow_override",
+        "METHODS",
+        "What requests may ask for in vllm_xargs.kv_compress: all, or methods with commas between.",
+    ),
+    "--kv-budget-bounds": (
+        "budget_bounds",
+        "MIN:MAX",
+        "What requests may ask for in vllm_xargs.kv_budget: 0.05:0.5, 256:4096 or both.",
+    ),
 }
 
 
@@ -51,10 +71,7 @@ def _one_field(field: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         try:
-            if field == "compress":
-                CompressionConfig.parse({"compress": text})
-            else:
-                CompressionConfig.parse({"compress": "off", field: text})
+            CompressionConfig.parse({"compress": "off", "allow_override": "off", field: text})
         except ConfigError as e:
             raise argparse.ArgumentTypeError(str(e)) from None
         return text

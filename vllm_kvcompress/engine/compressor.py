@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcompress_kernels import column_sums
@@ -16,12 +15,11 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.kv_layouts import PageViews
 from vllm_kvcompress.engine.packing import Finished, Packer
 from vllm_kvcompress.engine.page_pool import PagePool
+from vllm_kvcompress.engine.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
 from vllm_kvcompress.pipeline import Method, method_of
 from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.base import Reads
-
-logger = init_logger("vllm.kvcompress")
 
 
 @dataclass(slots=True)
@@ -31,6 +29,7 @@ class _Prefill:
     Args:
         method: what will compress it.
         window: its observation window w.
+        stopwatch: what compressing it takes.
         tokens: tokens computed so far.
         queries: per layer, the last ``[<= w, Hq, D]`` queries.
         sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far.
@@ -38,6 +37,7 @@ class _Prefill:
 
     method: Method
     window: int
+    stopwatch: Stopwatch
     tokens: int = 0
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PromptCompressor:
     """Compresses prompts on one worker.
 
     Args:
-        settings: the engine's settings, for what they say of the log.
+        settings: the engine's settings, for what they say of the log and for `warm_up`.
         pool: the page pool of this worker's layers.
         views: reads the pool's pages as keys and values (`kv_layouts`).
         scale: factor on the attention logits.
@@ -82,13 +82,14 @@ class PromptCompressor:
     ) -> None:
         self.pool = pool
         self.compressed = 0
+        self.reports = Reports(log=settings.log_requests)
         self._settings = settings
         self.packer = Packer(pool, views, scale=scale, num_layers=num_layers)
         self._queries = queries
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
         self._spans: list[_Span] = []
-        self._finished: list[Finished] = []
+        self._finished: list[tuple[Finished, Stopwatch]] = []
         self.running = False
 
     # -- the step -----------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class PromptCompressor:
             start, stop = int(query_start[row]), int(query_start[row + 1])
             prefill = self._prefills.get(request_id)
             if prefill is None:
-                prefill = _Prefill(method, settings.resolved_window)
+                prefill = self._begin(method, settings.resolved_window)
                 self._prefills[request_id] = prefill
             prefill.tokens += stop - start
             tokens = prefill.tokens if todo is None else todo.plan.tokens
@@ -153,9 +154,12 @@ class PromptCompressor:
                     queries=prefill.queries,
                     sums=prefill.sums,
                 )
-                self._finished.append(finished)
+                self._finished.append((finished, prefill.stopwatch))
             if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
                 self._spans.append(_Span(start, stop, blocks, prefill))
+
+    def _begin(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
+        return _Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
 
     @property
     def planned(self) -> bool:
@@ -180,7 +184,8 @@ class PromptCompressor:
             if Reads.WINDOW in reads:
                 prefill.queries[layer] = self._latest(layer, span, query)
             if Reads.COLUMN_SUMS in reads:
-                prefill.sums[layer] = self._accumulated(layer, span, query)
+                with prefill.stopwatch.running():
+                    prefill.sums[layer] = self._accumulated(layer, span, query)
 
     def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
@@ -212,21 +217,30 @@ class PromptCompressor:
                 f"the step ran without its compressions of {self._step.compress}: the attention"
                 " backend's metadata builder was not called"
             )
-        for finished in self._finished:
-            pages = self.packer.pack(finished)
+        for finished, stopwatch in self._finished:
+            with stopwatch.running():
+                pages = self.packer.pack(finished)
             self._prefills.pop(finished.todo.request_id, None)
             self.compressed += 1
-            self._report(finished.todo, pages)
+            self.reports.add(finished.todo, pages, stopwatch)
         self.abort_step()
 
     def warm_up(self, longest: int) -> None:
         """Compress prompts of nobody, so that no request waits for a kernel to be compiled.
 
-        All their blocks are the null block, which no request reads. Lengths are one per
-        configuration of the kernels, and odd; whole attention is watched in the first one alone.
+        With every method that a request may ask for. All blocks are the null block, which no
+        request reads.
+        """
+        for settings in self._settings.variants:
+            self._warm_up(settings, longest)
+
+    def _warm_up(self, settings: CompressionConfig, longest: int) -> None:
+        """Lengths are one per configuration of the kernels, and odd.
+
+        Whole attention is watched in the first one alone.
         """
         (heads, dim, dtype), block = self._queries, self.pool.block_size
-        settings, layers = self._settings, range(self.packer.num_layers)
+        layers = range(self.packer.num_layers)
         budget = settings.budget if isinstance(settings.budget, int) else 0
         short = max(
             2 * settings.resolved_window, 4 * block, settings.min_prompt, budget + 2 * block
@@ -243,7 +257,7 @@ class PromptCompressor:
                 rows = tokens
             query = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
             blocks = torch.zeros(-(-tokens // block), dtype=torch.int64, device=device)
-            span = _Span(0, rows, blocks, _Prefill(method, plan.window, tokens=tokens))
+            span = _Span(0, rows, blocks, self._begin(method, plan.window, tokens))
             for layer in layers if rows == tokens else ():
                 self._accumulated(layer, span, query)
             for in_place in (False, tokens == lengths[0]):
@@ -264,20 +278,3 @@ class PromptCompressor:
                 )
                 self.packer.pack(finished)
                 self.pool.forget("")
-
-    def _report(self, todo: Compression, pages: torch.Tensor) -> None:
-        if not self._settings.log_requests:
-            return
-        plan = todo.plan
-        tokens = (pages * plan.block_size + plan.tail).tolist()
-        tail_blocks = int(plan.tail > 0)
-        logger.info(
-            "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f blocks_before=%d"
-            " blocks_after=%d layer_tokens=%s",
-            todo.request_id,
-            plan.tokens,
-            sum(tokens) / len(tokens),
-            plan.full_blocks + tail_blocks,
-            plan.blocks + tail_blocks,
-            str(tokens).replace(" ", ""),
-        )

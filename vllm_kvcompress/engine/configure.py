@@ -5,7 +5,6 @@ setting it returns vLLM's configuration untouched.
 """
 
 import functools
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.refusals import refuse_unsupported
 from vllm_kvcompress.engine.seams import check_all
+from vllm_kvcompress.engine.settings import settings_in
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.policies.base import Reads
@@ -35,18 +35,6 @@ SCHEDULERS = {
     False: "vllm_kvcompress.engine.scheduler.CompressingScheduler",
     True: "vllm_kvcompress.engine.scheduler.CompressingAsyncScheduler",
 }
-
-
-def settings_in(additional_config: Any) -> CompressionConfig | None:
-    """The compression settings of a vLLM configuration; None when compression is off.
-
-    Raises:
-        ConfigError: the settings are wrong.
-    """
-    if not isinstance(additional_config, Mapping) or "kvcompress" not in additional_config:
-        return None
-    settings = CompressionConfig.parse(additional_config["kvcompress"])
-    return settings if settings.enabled else None
 
 
 def configure(config: VllmConfig, settings: CompressionConfig) -> None:
@@ -75,22 +63,44 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if settings.model is None:
         settings = settings.model_copy(update={"model": str(config.model_config.model)})
     config.additional_config["kvcompress"] = settings.to_additional_config()
+    _say(settings, prefix_caching=bool(config.cache_config.enable_prefix_caching))
+
+
+def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
+    """Log what is on, for the operator who reads the start of the log."""
     logger.info(
-        "KV-cache compression is on: %s, budget %s, window %d, prompts from %d tokens",
-        settings.compress,
+        "KV-cache compression is on: %s, budget %s, prompts from %d tokens",
+        settings.compress if settings.enabled else "only what asks for it",
         settings.budget,
-        settings.resolved_window,
         settings.min_prompt,
     )
-    method = method_of(settings)
-    if given := published(settings.names.allocator, settings.model, settings.budget):
-        logger.info("published for this model: %s %s", settings.names.allocator, given)
-    if Reads.COLUMN_SUMS in method.reads and config.cache_config.enable_prefix_caching:
+    if settings.allow_override:
+        bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
         logger.info(
-            "%s reads the attention of the whole prompt: prompts that it compresses fill the"
-            " prefix cache and do not read it",
-            settings.compress,
+            "requests may ask for %s, budgets %s",
+            ", ".join(settings.allow_override),
+            bounds or "of any size",
         )
+    if settings.pressure:
+        logger.info("prompts are left whole below %g of the pool in use", settings.pressure)
+    for variant in settings.variants:
+        names = variant.names
+        if given := published(names.allocator, settings.model, variant.budget):
+            logger.info("published for this model: %s %s", names.allocator, given)
+        if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
+            logger.info(
+                "%s reads the attention of the whole prompt: prompts that it compresses fill the"
+                " prefix cache and do not read it",
+                variant.compress,
+            )
+
+
+def _install_doors() -> None:
+    """Check what requests ask for, and count, in this process, which takes requests."""
+    from vllm_kvcompress.engine import api, metrics  # not where engines and workers live
+
+    api.install()
+    metrics.install()
 
 
 def install() -> None:
@@ -105,6 +115,7 @@ def install() -> None:
         with refusing():
             settings = settings_in(self.additional_config)  # before vLLM reads the model
         config = create(self, *args, **kwargs)
+        _install_doors()
         if settings is not None:
             with refusing():
                 configure(config, settings)

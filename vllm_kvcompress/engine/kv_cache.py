@@ -9,11 +9,11 @@ of its tail, and the destination blocks, which never enter ``req_to_blocks``. vL
 arithmetic on that list (positions, slots, blocks still needed) therefore stays right.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
@@ -24,10 +24,12 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.admission import Admissions
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
+from vllm_kvcompress.engine.tally import Tally
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
 
 
@@ -98,12 +100,6 @@ def _describe(spec: KVCacheSpec) -> str:
     return type(spec).__name__
 
 
-def _plan(spec: CompressedSpec, settings: CompressionConfig, tokens: int) -> PagePlan | None:
-    if not settings.enabled or tokens < max(settings.min_prompt, 1):
-        return None
-    return page_plan(settings.prompt(spec.num_compressed_layers, tokens), spec.block_size)
-
-
 class CompressedManager(FullAttentionManager):
     """Allocates destination blocks at the end of prefill and frees the prompt's blocks after.
 
@@ -112,8 +108,18 @@ class CompressedManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: CompressedSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self._spec = kv_cache_spec
         self._requests: Mapping[str, Request] | None = None
+        self.settings = kv_cache_spec.settings
+        self.admissions = Admissions(
+            kv_cache_spec.settings,
+            kv_cache_spec.num_compressed_layers,
+            kv_cache_spec.block_size,
+            self.block_pool,
+        )
+        self.tally = Tally()
+        self._looked_up: Request | None = None
+        # vLLM's is a classmethod and knows no request; its coordinator asks the instance
+        self.find_longest_cache_hit = self._longest_hit
         self._settled: set[str] = set()  # prefill ended: compressed, or left whole for good
         self._packed: dict[str, list[KVCacheBlock]] = {}  # destination blocks
         self._cacheable: dict[str, int] = {}  # tokens that may enter the prefix cache
@@ -177,6 +183,7 @@ class CompressedManager(FullAttentionManager):
         )
         if request_id in self._settled:
             return new_blocks
+        self._admit(request_id)
         plan = self._plan_of(request_id)
         if self._ends_prefill(request_id, num_tokens):
             self._settled.add(request_id)
@@ -184,8 +191,16 @@ class CompressedManager(FullAttentionManager):
             if plan is not None:
                 self._reserve(request_id, plan)
         elif plan is not None:
-            self._observe[request_id] = self.settings_of(self._request(request_id))
+            self._observe[request_id] = self._settings_of(request_id)
         return new_blocks
+
+    def _admit(self, request_id: str) -> None:
+        """From the request's first block on, what was decided about it stays."""
+        decision = self.admissions.of(self._request(request_id))
+        if not decision.final:
+            decision.final = True
+            if decision.reason:
+                self.tally.skipped[decision.reason] += 1
 
     def _request(self, request_id: str) -> Request:
         if self._requests is None:
@@ -195,9 +210,10 @@ class CompressedManager(FullAttentionManager):
             )
         return self._requests[request_id]
 
-    def settings_of(self, request: Request) -> CompressionConfig:
-        """What compresses a request: the engine's settings."""
-        return self._spec.settings
+    def _settings_of(self, request_id: str) -> CompressionConfig:
+        settings = self.admissions.of(self._request(request_id)).settings
+        assert settings is not None, request_id
+        return settings
 
     def _ends_prefill(self, request_id: str, num_tokens: int) -> bool:
         if request_id in self._settled:
@@ -208,16 +224,14 @@ class CompressedManager(FullAttentionManager):
         """The plan for a prefill of all tokens the request has now.
 
         After a preemption these are the prompt and what was generated before it: the same as
-        a fresh request for the same tokens. Whether to compress at all is decided by the
-        prompt as it was sent, so that a short prompt stays whole whatever happens to it.
+        a fresh request for the same tokens. Whether to compress at all was decided when it was
+        admitted.
         """
         request = self._request(request_id)
-        settings = self.settings_of(request)
-        short = request.num_prompt_tokens < settings.min_prompt
-        one_token = request.max_tokens - request.num_output_tokens <= 1  # nobody would read it
-        if short or one_token or request.resumable or request.pooling_params is not None:
-            return None
-        return _plan(self._spec, settings, request.num_tokens)
+        settings = self.admissions.of(request).settings
+        if settings is None or request.max_tokens - request.num_output_tokens <= 1:
+            return None  # with one token left nobody would read it
+        return self.admissions.plan(settings, request.num_tokens)
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
         """Take K destination blocks: fresh ones, else the prompt's own unshared ones.
@@ -263,10 +277,16 @@ class CompressedManager(FullAttentionManager):
         freed = [b for b in reversed(blocks[: plan.full_blocks]) if b.block_id not in kept]
         blocks[: plan.full_blocks] = [self._null_block] * plan.full_blocks
         self._packed[request_id] = self._packed[request_id] + own
+        before = self.block_pool.get_num_free_blocks()
         self.block_pool.free_blocks(freed)
+        settings = self._settings_of(request_id)
+        self.tally.planned[settings.compress] += 1
+        self.tally.freed_blocks += self.block_pool.get_num_free_blocks() - before
+        self.tally.packed_blocks += plan.blocks
+        self.tally.in_place += bool(own)
         return Compression(
             request_id=request_id,
-            settings=self.settings_of(self._request(request_id)),
+            settings=settings,
             plan=plan,
             destination=tuple(block.block_id for block in self._packed[request_id]),
             in_place=bool(own),
@@ -274,36 +294,33 @@ class CompressedManager(FullAttentionManager):
 
     # -- the prefix cache ---------------------------------------------------------------------
 
-    @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Cut the hit so that a prompt that will be compressed computes its whole window.
+    @contextmanager
+    def looking_up(self, request: Request) -> Iterator[None]:
+        """While vLLM looks up the prefix of a request that waits: this one."""
+        self.admissions.consider(request)
+        self._looked_up = request
+        try:
+            yield
+        finally:
+            self._looked_up = None
 
-        A method that reads the whole attention computes the whole prompt.
+    def _longest_hit(
+        self, block_hashes: BlockHashList, max_length: int, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """`find_longest_cache_hit` of one request.
+
+        Cut so that a prompt that will be compressed computes its whole window; one whose method
+        reads the whole attention computes all of it.
         """
-        assert isinstance(kv_cache_spec, CompressedSpec)
-        tokens = max_length + 1  # vLLM always recomputes the last token
-        settings = kv_cache_spec.settings
-        if _plan(kv_cache_spec, settings, tokens) is not None:
-            max_length = tokens - max(settings.resolved_window, 1)
-            if Reads.COLUMN_SUMS in method_of(settings).reads:
-                max_length = 0
+        if self._looked_up is not None:
+            settings = self.admissions.of(self._looked_up).settings
+            tokens = max_length + 1  # vLLM always recomputes the last token
+            if settings is not None and self.admissions.plan(settings, tokens) is not None:
+                max_length = tokens - max(settings.resolved_window, 1)
+                if Reads.COLUMN_SUMS in method_of(settings).reads:
+                    max_length = 0
         hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
-            block_hashes,
-            max_length,
-            kv_cache_group_ids,
-            block_pool,
-            kv_cache_spec,
-            *args,
-            **kwargs,
+            block_hashes, max_length, *args, **kwargs
         )
         return hit
 

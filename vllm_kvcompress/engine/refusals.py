@@ -195,7 +195,8 @@ def _kv_sharing(config: VllmConfig) -> str | None:
 
 
 def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    window, longest = settings.resolved_window, config.model_config.max_model_len
+    longest = config.model_config.max_model_len
+    window = max(variant.resolved_window for variant in settings.variants)
     if window >= longest:
         return (
             "the window must be shorter than the longest prompt;"

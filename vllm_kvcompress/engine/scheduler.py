@@ -6,12 +6,19 @@ async scheduling. Nothing of their bodies is repeated.
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.kv_cache import CompressedManager
+from vllm_kvcompress.engine.tally import CARRIED_AS
 from vllm_kvcompress.errors import SeamError
+
+logger = init_logger("vllm.kvcompress")
 
 
 class _Compressing:
@@ -28,11 +35,60 @@ class _Compressing:
             )
         self.compressed_manager = ours[0]
         self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
+        self._tell_who_looks_up()
+        self._log_concurrency()
+
+    def _tell_who_looks_up(self) -> None:
+        """The prefix cache is asked for hashes; our manager must know whose they are."""
+        cache: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+        lookup = cache.get_computed_blocks
+
+        def looking_up(request: Request, *args: Any, **kwargs: Any) -> Any:
+            with self.compressed_manager.looking_up(request):
+                return lookup(request, *args, **kwargs)
+
+        cache.get_computed_blocks = looking_up
+
+    def _log_concurrency(self) -> None:
+        config = self.vllm_config  # type: ignore[attr-defined]
+        settings, tokens = self.compressed_manager.settings, config.model_config.max_model_len
+        if not settings.enabled:
+            return
+        plan = self.compressed_manager.admissions.plan(settings, tokens - 1)
+        if plan is None:
+            return
+        blocks = config.cache_config.num_gpu_blocks - 1
+        whole, tail = plan.full_blocks + int(plan.tail > 0), int(plan.tail > 0)
+        logger.info(
+            "a prompt of %d tokens takes %d of %d KV blocks while it is computed, %d afterwards",
+            plan.tokens,
+            whole,
+            blocks,
+            plan.blocks + tail,
+        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         output.kvcompress = self.compressed_manager.take_step()
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        """Also hear what the workers have packed."""
+        packed = getattr(model_runner_output, "kvcompress", ())
+        self.compressed_manager.tally.report(packed)
+        return super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics, and ours where a KV connector's would be; `metrics` takes them off."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        ours = self.compressed_manager.tally.take()
+        if stats is not None and ours is not None:
+            stats.kv_connector_stats = {CARRIED_AS: ours}
+        return stats
 
 
 class CompressingScheduler(_Compressing, Scheduler):

@@ -57,6 +57,7 @@ TESTED = SpecifierSet(">=0.31,<0.34")
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
 _ALWAYS = "never: vLLM's own hook"
+_CHECKS = "vLLM lets plugins check a request's extra arguments"
 _SUBCLASS = "vLLM has a plugin interface for per-layer block tables"
 
 
@@ -87,6 +88,41 @@ SEAMS = (
         kind="wrap",
         params=(),
         remove_when="vLLM calls plugins with the finished VllmConfig",
+    ),
+    Seam(
+        name="api",
+        target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        kind="wrap",
+        params=("request_id", "prompt", "params"),
+        remove_when=_CHECKS,
+    ),
+    Seam(
+        name="api",
+        target="vllm.v1.engine.async_llm:AsyncLLM.generate",
+        kind="wrap",
+        params=("prompt", "sampling_params"),
+        remove_when=_CHECKS,
+    ),
+    Seam(
+        name="api",
+        target="vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
+        kind="wrap",
+        params=("request",),
+        remove_when=_CHECKS,
+    ),
+    Seam(
+        name="metrics",
+        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        kind="wrap",
+        params=("vllm_config",),
+        remove_when="vLLM's stat-logger plugins may decline, and are loaded offline",
+    ),
+    Seam(
+        name="metrics",
+        target="vllm.v1.metrics.loggers:AggregateStatLoggerBase.record",
+        kind="subclass",
+        params=("scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+        remove_when="never: vLLM's own interface",
     ),
     Seam(
         name="kv_cache",
@@ -129,6 +165,27 @@ SEAMS = (
         params=(),
         remove_when="vLLM lets plugins attach data to the SchedulerOutput",
     ),
+    _overridden(
+        "scheduler",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        "scheduler_output",
+        "model_runner_output",
+    ),
+    _overridden("scheduler", "vllm.v1.core.sched.scheduler:Scheduler.make_stats"),
+    Seam(
+        name="scheduler",
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        kind="wrap",
+        params=("request",),
+        remove_when="vLLM's managers are told whose prefix they look up",
+    ),
+    Seam(
+        name="scheduler",
+        target="vllm.v1.metrics.stats:SchedulerStats",
+        kind="wrap",
+        params=("kv_connector_stats",),
+        remove_when="vLLM carries a plugin's statistics",
+    ),
     Seam(
         name="scheduler",
         target="vllm.v1.core.sched.async_scheduler:AsyncScheduler",
@@ -146,6 +203,12 @@ SEAMS = (
         "isa",
         "enable_kv_split",
         "kv_cache_dtype",
+        on="cpu",
+    ),
+    _overridden(
+        "worker_cpu",
+        "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens",
+        "grammar_output",
         on="cpu",
     ),
     _overridden(
@@ -194,6 +257,13 @@ SEAMS = (
         "output",
         on="cpu",
     ),
+    Seam(
+        name="worker",
+        target="vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
+        kind="wrap",
+        params=(),
+        remove_when="vLLM lets a worker attach data to a step's output",
+    ),
     _overridden("worker_cuda", "vllm.v1.worker.gpu_worker:Worker.load_model", on="cuda"),
     _overridden(
         "worker_cuda", "vllm.v1.worker.gpu_worker:Worker.determine_available_memory", on="cuda"
@@ -207,6 +277,12 @@ SEAMS = (
     ),
     _overridden(
         "worker_cuda", "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", on="cuda"
+    ),
+    _overridden(
+        "worker_cuda",
+        "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+        "grammar_output",
+        on="cuda",
     ),
     _overridden(
         "worker_cuda",

@@ -3,6 +3,7 @@
 `worker_cpu` and `worker_cuda` name them; each imports nothing of the other's platform.
 """
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.attention import (
@@ -26,6 +28,7 @@ from vllm_kvcompress.engine.compressor import PromptCompressor
 from vllm_kvcompress.engine.footprint import max_blocks, max_rows
 from vllm_kvcompress.engine.kv_cache import compressed_specs
 from vllm_kvcompress.engine.page_pool import PagePool
+from vllm_kvcompress.engine.tally import Packed
 from vllm_kvcompress.errors import ConfigError, SeamError
 
 
@@ -65,6 +68,25 @@ class CompressingWorker:
             raise
         self.compressor.end_step()
         return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's output, with what was packed since the last one as ``kvcompress``."""
+        assert self.compressor is not None
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        packed = self.compressor.reports.take()
+        if not packed:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            wait = output.get_output
+            output.get_output = lambda: _with(wait(), packed)
+            return output
+        return _with(output, packed)
+
+
+def _with(output: ModelRunnerOutput, packed: list[Packed]) -> ModelRunnerOutput:
+    output = copy.copy(output)  # vLLM shares one empty output between steps
+    output.kvcompress = packed
+    return output
 
 
 def refuse_other_backends(config: VllmConfig, known: Backends) -> None:

@@ -1,0 +1,161 @@
+"""Requests that ask for their own method and budget, on the real engine: right and independent."""
+
+import pytest
+
+from checkpoints import make, tokens
+from engines import BLOCK, V2, engine, settings
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.plan import page_plan
+
+pytestmark = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+
+PROMPT = tokens(600, seed=3)
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """vLLM's own answers."""
+    with engine(model, enable_prefix_caching=False) as llm:
+        return llm.generate([PROMPT, PROMPT[:300]], NEW)
+
+
+ASKS = {
+    "off": {"kv_compress": "off"},
+    "own": {},
+    "little": {"kv_budget": 0.1},
+    "much": {"kv_budget": 0.9},
+    "count": {"kv_budget": 150},
+    "snapkv": {"kv_compress": "snapkv"},
+    "h2o": {"kv_compress": "h2o", "kv_budget": 0.3},
+    "d2o": {"kv_compress": "d2o", "kv_budget": 0.3},
+    "all": {"kv_budget": 1.0},
+}
+
+
+def run(llm, names, prompt=PROMPT):
+    for name in names:
+        llm.submit(name, prompt, NEW, extra_args=ASKS[name] or None)
+    return {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_mixed_batch_answers_as_each_request_alone(model, plain, caching):
+    """In both orders, with chunks, and from a prefix cache that the others filled."""
+    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
+        alone = {}
+        for name in ASKS:
+            assert llm.llm.reset_prefix_cache()
+            alone |= run(llm, [name])
+    assert alone["off"] == alone["all"] == plain[0]
+    assert len({tuple(answer) for answer in alone.values()}) > 3
+    with engine(
+        model,
+        additional_config=settings("cake", 0.4, allow_override="all"),
+        max_num_batched_tokens=160,
+        max_num_seqs=8,
+        max_model_len=1024,
+        enable_prefix_caching=caching,
+    ) as llm:
+        free = llm.free_blocks
+        assert run(llm, list(ASKS)) == alone
+        assert run(llm, list(ASKS)[::-1]) == alone
+        assert llm.free_blocks == free
+
+
+def test_each_request_holds_what_its_own_budget_says(model):
+    with engine(model, additional_config=settings("cake", 0.4, allow_override="all")) as llm:
+        layers = llm.compressor.packer.num_layers
+        held = {}
+        for name, asked in ASKS.items():
+            llm.submit(name, PROMPT, NEW, extra_args=asked or None)
+        while len(llm.running()) < len(ASKS) or llm.scheduler.waiting:
+            llm.step()
+        for request in llm.running():
+            held[request.request_id.split("-")[0]] = llm.manager.num_blocks_held(request.request_id)
+        llm.drain()
+    for name, asked in ASKS.items():
+        given = {"compress": asked.get("kv_compress", "cake"), "min_prompt": 128}
+        given["budget"] = asked.get("kv_budget", 0.4)
+        config = CompressionConfig.parse(given)
+        plan = page_plan(config.prompt(layers, len(PROMPT)), BLOCK) if config.enabled else None
+        full = -(-len(PROMPT) // BLOCK)
+        want = full if plan is None else plan.blocks + full - plan.full_blocks
+        assert held[name] == want, name
+
+
+def test_two_requests_share_a_prompt_and_only_one_is_compressed(model, plain):
+    """Whoever comes first, the other one finds whole blocks or none."""
+    with engine(model, additional_config=settings("cake", 0.3, allow_override="all")) as llm:
+        first = run(llm, ["own", "off"])
+        assert first["off"] == plain[0]
+        again = run(llm, ["off", "own"])
+        assert again == first
+        (output,) = llm.outputs([PROMPT], NEW, extra_args=ASKS["off"])
+        assert output.num_cached_tokens == len(PROMPT) // BLOCK * BLOCK
+        (output,) = llm.outputs([PROMPT], NEW)
+        window = CompressionConfig.parse({"compress": "cake"}).resolved_window
+        assert 0 < output.num_cached_tokens <= len(PROMPT) - window
+
+
+def test_who_reads_the_whole_attention_does_not_read_the_cache(model):
+    with engine(model, additional_config=settings("cake", 0.3, allow_override="all")) as llm:
+        cold = run(llm, ["h2o"])
+        run(llm, ["off"])
+        (output,) = llm.outputs([PROMPT], NEW, extra_args=ASKS["h2o"])
+        assert output.num_cached_tokens == 0
+        assert list(output.outputs[0].token_ids) == cold["h2o"]
+
+
+def test_opt_in_leaves_alone_who_asks_for_nothing(model, plain):
+    """--kv-compress off --kv-allow-override snapkv: the canary of the runbook."""
+    opt_in = settings("off", 0.2, allow_override="snapkv")
+    with engine(model, additional_config=opt_in, enable_prefix_caching=False) as llm:
+        assert llm.generate([PROMPT, PROMPT[:300]], NEW) == plain
+        assert llm.compressor.compressed == 0
+        asked = llm.generate([PROMPT], NEW, extra_args={"kv_compress": "snapkv"})
+        assert llm.compressor.compressed == 1
+    with engine(
+        model, additional_config=settings("snapkv", 0.2), enable_prefix_caching=False
+    ) as llm:
+        assert llm.generate([PROMPT], NEW) == asked
+
+
+def test_offline_a_wrong_value_is_refused_before_the_engine_hears_of_it(model):
+    from vllm.exceptions import VLLMValidationError
+
+    bounds = settings("cake", 0.3, allow_override="off", budget_bounds="0.1:0.5")
+    with engine(model, additional_config=bounds) as llm:
+        with pytest.raises(VLLMValidationError, match=r"between 0\.1 and 0\.5 on this server"):
+            llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.6})
+        with pytest.raises(VLLMValidationError, match=r"one of \['cake', 'off'\]"):
+            llm.generate([PROMPT], NEW, extra_args={"kv_compress": "h2o"})
+        assert not llm.llm.llm_engine.has_unfinished_requests()
+        assert not llm.scheduler.requests
+        assert len(llm.generate([PROMPT], NEW)[0]) == NEW
+
+
+def test_without_compression_asking_for_it_is_refused(model):
+    from vllm.exceptions import VLLMValidationError
+
+    with engine(model) as llm:
+        with pytest.raises(VLLMValidationError, match="runs without KV-cache compression"):
+            llm.generate([PROMPT], NEW, extra_args={"kv_compress": "cake"})
+        assert len(llm.generate([PROMPT], NEW, extra_args={"kv_compress": "off"})[0]) == NEW
+
+
+def test_what_comes_past_the_door_is_left_whole(model, plain):
+    """A front end that does not check: the engine lives, the request is answered in full."""
+    with engine(model, additional_config=settings("cake", 0.3, allow_override="off")) as llm:
+        name = llm.submit("r", PROMPT, NEW, extra_args=ASKS["off"])
+        (request,) = llm.scheduler.requests.values()
+        request.sampling_params.extra_args = {"kv_compress": ["cake"], "kv_budget": "x"}
+        (answer,) = llm.drain().values()
+        assert name == "r"
+        assert answer == plain[0]
+        assert llm.compressor.compressed == 0

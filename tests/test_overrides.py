@@ -1,0 +1,218 @@
+"""What a request may ask for, and the sentence it gets when it may not."""
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.policies.presets import PRESETS
+
+OPEN = CompressionConfig.parse(
+    {"compress": "cake", "budget": 0.2, "min_prompt": 300, "pressure": 0.4, "min_output": 9}
+    | {"allow_override": "all", "log_requests": True, "model": "m"}
+)
+BOUNDED = CompressionConfig.parse(
+    {"compress": "cake", "allow_override": "off,snapkv", "budget_bounds": "0.05:0.5,128:1024"}
+)
+OPT_IN = CompressionConfig.parse({"compress": "off", "allow_override": "all", "budget": 0.3})
+
+
+def refusal(engine, **asked):
+    with pytest.raises(OverrideError) as caught:
+        settings_for(engine, asked)
+    assert "\n" not in str(caught.value)
+    return caught.value.reason, str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [OPEN, BOUNDED])
+@pytest.mark.parametrize("asked", [None, {}, {"other": 3}, {"kv_transfer_params": {}}])
+def test_who_asks_for_nothing_gets_the_engines_settings(engine, asked):
+    assert settings_for(engine, asked) is engine
+
+
+def test_opt_in_compresses_only_what_asks():
+    assert settings_for(OPT_IN, None) is None
+    assert settings_for(OPT_IN, {"kv_compress": "off"}) is None
+    chosen = settings_for(OPT_IN, {"kv_compress": "tova"})
+    assert (chosen.compress, chosen.budget) == ("tova", 0.3)
+    assert settings_for(OPT_IN, {"kv_compress": "tova", "kv_budget": 64}).budget == 64
+    assert refusal(OPT_IN, kv_budget=0.2)[0] == "invalid"
+
+
+def test_off_is_off():
+    assert settings_for(OPEN, {"kv_compress": "off"}) is None
+    assert settings_for(OPEN, {"kv_compress": "off", "kv_budget": 0.1}) is None
+    assert settings_for(OPEN, {"kv_compress": False}) is None
+
+
+def test_another_method_is_its_preset_with_the_engines_gates():
+    own = {"compress": "cake", "allocator_params": {"tau1": 3.0}, "window": 16}
+    engine = CompressionConfig.parse(
+        {**own, "allow_override": ["snapkv"], "min_prompt": 7, "pressure": 0.5, "min_output": 3}
+    )
+    other = settings_for(engine, {"kv_compress": "snapkv"})
+    plain = CompressionConfig.parse({"compress": "snapkv"})
+    assert other.names == plain.names
+    assert other.build_scorer() == plain.build_scorer()
+    assert (other.min_prompt, other.pressure, other.min_output) == (7, 0.5, 3)
+    same = settings_for(engine, {"kv_compress": "cake", "kv_budget": 0.7})
+    assert same.allocator_params == engine.allocator_params
+    assert (same.resolved_window, same.budget) == (16, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "words"),
+    [
+        ({"kv_compress": "h2o"}, "not_allowed", "must be one of ['cake', 'off', 'snapkv']"),
+        ({"kv_compress": "nonsense"}, "not_allowed", "got 'nonsense'"),
+        ({"kv_budget": 0.51}, "out_of_bounds", "between 0.05 and 0.5"),
+        ({"kv_budget": 0.049}, "out_of_bounds", "got 0.049"),
+        ({"kv_budget": 127}, "out_of_bounds", "between 128 and 1024"),
+        ({"kv_budget": 10**30}, "out_of_bounds", "between 128 and 1024"),
+        ({"kv_budget": "many"}, "invalid", "kv_budget must be a ratio"),
+        ({"kv_budget": math.nan}, "invalid", "kv_budget must be a ratio"),
+        ({"kv_budget": -0.1}, "invalid", "got -0.1"),
+        ({"kv_budget": True}, "invalid", "kv_budget must be"),
+        ({"kv_budget": 1}, "invalid", "write 1.0 to keep everything"),
+        ({"kv_budget": [0.2]}, "invalid", "got [0.2]"),
+        ({"kv_budget": None}, "invalid", "got None"),
+        ({"kv_compress": 3}, "invalid", "kv_compress must be off or the name of a method, got 3"),
+        ({"kv_compress": ["cake"]}, "invalid", "got ['cake']"),
+        ({"kv_budgets": 0.2}, "invalid", "did you mean 'kv_budget'"),
+        ({"kv_compres": "off"}, "invalid", "did you mean 'kv_compress'"),
+    ],
+)
+def test_refusals(asked, reason, words):
+    found, message = refusal(BOUNDED, **asked)
+    assert found == reason
+    assert words in message
+
+
+def test_bounds_hold_at_their_ends_and_by_kind():
+    for budget in (0.05, 0.5, 128, 1024):
+        assert settings_for(BOUNDED, {"kv_budget": budget}).budget == budget
+    tokens = CompressionConfig.parse(
+        {"compress": "cake", "allow_override": "off", "budget_bounds": "128:1024"}
+    )
+    reason, message = refusal(tokens, kv_budget=0.2)
+    assert (reason, "must be a whole number of tokens" in message) == ("out_of_bounds", True)
+
+
+def test_a_budget_that_cannot_hold_the_window_is_refused():
+    reason, message = refusal(OPEN, kv_budget=20)
+    assert (reason, "window of 32" in message) == ("invalid", True)
+    assert settings_for(OPEN, {"kv_compress": "tova", "kv_budget": 20}).budget == 20
+
+
+def test_without_permission_nothing_may_be_asked():
+    closed = CompressionConfig.parse({"compress": "cake"})
+    for asked in ({"kv_compress": "off"}, {"kv_compress": "cake"}, {"kv_budget": 0.2}):
+        reason, message = refusal(closed, **asked)
+        assert (reason, "--kv-allow-override" in message) == ("not_allowed", True)
+
+
+def test_without_compression_asking_for_it_is_refused():
+    assert settings_for(None, {"kv_compress": "off"}) is None
+    assert settings_for(None, {"other": 1}) is None
+    for asked in ({"kv_compress": "cake"}, {"kv_budget": 0.2}):
+        reason, message = refusal(None, **asked)
+        assert (reason, "runs without" in message) == ("not_allowed", True)
+
+
+def test_equal_numbers_of_two_kinds_are_two_budgets():
+    """1.0 keeps everything, 1 is one token; a cache must not take one for the other."""
+    assert settings_for(OPEN, {"kv_budget": 1.0}).budget == 1.0
+    assert refusal(OPEN, kv_budget=1)[0] == "invalid"
+    kept = settings_for(OPEN, {"kv_compress": "tova", "kv_budget": 2})
+    assert type(kept.budget) is int
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+METHOD = st.sampled_from(["off", *PRESETS, "custom", "CAKE", ""]) | JSON
+KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_compres", "kv_", "x", ""])
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    engine=st.sampled_from([OPEN, BOUNDED, OPT_IN, None]),
+    asked=st.dictionaries(KEYS, JSON)
+    | st.fixed_dictionaries(
+        {}, optional={"kv_compress": METHOD, "kv_budget": st.floats(0, 2) | st.integers(0, 5000)}
+    ),
+)
+def test_any_body_is_answered_within_the_policy_or_refused(engine, asked):
+    refused = None
+    try:
+        chosen = settings_for(engine, asked)
+    except OverrideError as e:
+        refused = e
+    if refused is not None:
+        assert "\n" not in str(refused)
+        assert refused.reason in ("not_allowed", "out_of_bounds", "invalid")
+        return
+    if chosen is None:
+        assert engine in (None, OPT_IN) or asked["kv_compress"] in ("off", False)
+        return
+    assert chosen.compress in {engine.compress, *engine.allow_override}
+    assert (chosen.min_prompt, chosen.pressure) == (engine.min_prompt, engine.pressure)
+    if chosen is not engine and engine is BOUNDED and "kv_budget" in asked:
+        low, high = engine.budget_bounds[type(chosen.budget) is int]
+        assert low <= chosen.budget <= high
+
+
+# -- the operator's side ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"allow_override": "cakee"}, "did you mean 'cake'"),
+        ({"allow_override": ""}, "must be all, or methods"),
+        ({"allow_override": 3}, "must be all, or methods"),
+        ({"allow_override": "custom"}, "allow_override='custom' is unknown"),
+        ({"allow_override": "all", "budget_bounds": "0.5:0.1"}, "must be MIN:MAX"),
+        ({"allow_override": "all", "budget_bounds": "0.1:1"}, "must be MIN:MAX"),
+        ({"allow_override": "all", "budget_bounds": "0.1"}, "must be MIN:MAX"),
+        ({"allow_override": "all", "budget_bounds": "0.1:0.2,0.3:0.4"}, "must be MIN:MAX"),
+        ({"allow_override": "all", "budget_bounds": [[0.1, True]]}, "must be MIN:MAX"),
+        ({"budget_bounds": "0.1:0.2"}, "--kv-allow-override"),
+        ({"budget": 40, "window": 8, "allow_override": "all", "compress": "snapkv"}, None),
+        ({"budget": 20, "compress": "tova", "allow_override": "snapkv"}, "window of 32"),
+        ({"pressure": 1.1}, "pressure"),
+        ({"pressure": True}, "pressure must be a number"),
+        ({"min_output": 1}, "min_output"),
+    ],
+)
+def test_the_operators_settings(given, words):
+    raw = {"compress": "cake", **given}
+    if words is None:
+        CompressionConfig.parse(raw)
+        return
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse(raw)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [OPEN, BOUNDED, OPT_IN])
+def test_settings_survive_the_configuration(engine):
+    again = CompressionConfig.parse(engine.to_additional_config())
+    assert again == engine
+    assert again.variants == engine.variants
+
+
+def test_variants_are_all_that_can_run():
+    assert [variant.compress for variant in OPT_IN.variants] == list(PRESETS)
+    assert [variant.compress for variant in BOUNDED.variants] == ["cake", "snapkv"]
+    assert CompressionConfig.parse({"compress": "off"}).variants == ()
+    assert not CompressionConfig.parse({"compress": "off", "allow_override": "off"}).active
+    assert OPT_IN.active
+    assert not OPT_IN.enabled

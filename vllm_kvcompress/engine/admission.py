@@ -1,0 +1,110 @@
+"""Which prompts are compressed, and why the others are not.
+
+Decided when a request is admitted, from what it asks for and from the pool as it is then; it stays
+so until the request ends, whatever preempts it.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.plan import PagePlan, page_plan
+
+logger = init_logger("vllm.kvcompress")
+
+# why a prompt is left whole: values of the metric's label `reason`
+OFF = "off"
+SHORT_PROMPT = "short_prompt"
+SHORT_OUTPUT = "short_output"
+WITHIN_BUDGET = "within_budget"
+LOW_PRESSURE = "low_pressure"
+UNSUPPORTED = "unsupported"
+INVALID = "invalid"
+REASONS = (OFF, SHORT_PROMPT, SHORT_OUTPUT, WITHIN_BUDGET, LOW_PRESSURE, UNSUPPORTED, INVALID)
+
+
+@dataclass(slots=True)
+class Decision:
+    """What becomes of one request's prompt.
+
+    Args:
+        settings: what compresses it; None when it is left whole.
+        reason: why it is left whole, one of REASONS; empty when it is compressed.
+        final: the request was admitted, so that this will not change.
+    """
+
+    settings: CompressionConfig | None
+    reason: str = ""
+    final: bool = False
+
+
+class Admissions:
+    """Decides for one scheduler's requests.
+
+    Args:
+        settings: the engine's.
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        pool: vLLM's blocks; block 0 is the null block.
+    """
+
+    def __init__(
+        self, settings: CompressionConfig, num_layers: int, block_size: int, pool: BlockPool
+    ) -> None:
+        self._engine = settings if settings.active else None
+        self._num_layers = num_layers
+        self._block_size = block_size
+        self._pool = pool
+        self._decisions: WeakKeyDictionary[Request, Decision] = WeakKeyDictionary()
+
+    def consider(self, request: Request) -> Decision:
+        """Decide about a request that waits, as the pool is now; admitted ones keep theirs."""
+        decision = self._decisions.get(request)
+        if decision is None or not decision.final:
+            decision = self._decisions[request] = self._decide(request)
+        return decision
+
+    def of(self, request: Request) -> Decision:
+        """What was decided last."""
+        found = self._decisions.get(request)
+        return self.consider(request) if found is None else found
+
+    def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
+        """How much of a prefill of `tokens` is kept; None when that is everything."""
+        if tokens < max(settings.min_prompt, 1):
+            return None
+        return page_plan(settings.prompt(self._num_layers, tokens), self._block_size)
+
+    def share_in_use(self, tokens: int) -> float:
+        """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""
+        total = self._pool.num_gpu_blocks - 1
+        used = total - self._pool.get_num_free_blocks()
+        prompt = -(-tokens // self._block_size)
+        return float((used + prompt) / max(total, 1))
+
+    def _decide(self, request: Request) -> Decision:
+        if request.pooling_params is not None or request.resumable:
+            return Decision(None, UNSUPPORTED)
+        params = request.sampling_params
+        try:
+            settings = settings_for(self._engine, params.extra_args if params else None)
+        except OverrideError as e:  # it did not come through a door that checks (`api`)
+            logger.warning("request %s is left whole: %s", request.request_id, e)
+            return Decision(None, INVALID)
+        if settings is None:
+            return Decision(None, OFF)
+        if request.num_prompt_tokens < settings.min_prompt:
+            return Decision(None, SHORT_PROMPT)
+        if request.max_tokens < settings.min_output:
+            return Decision(None, SHORT_OUTPUT)
+        if self.plan(settings, request.num_tokens) is None:
+            return Decision(None, WITHIN_BUDGET)
+        if settings.pressure and self.share_in_use(request.num_tokens) < settings.pressure:
+            return Decision(None, LOW_PRESSURE)
+        return Decision(settings)

@@ -1,0 +1,98 @@
+"""Device memory that compression takes beside the KV cache: arithmetic on plain figures."""
+
+from dataclasses import dataclass
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.policies.base import Reads
+
+_INT = _FLOAT = 4
+_ALIGNED = 16  # int32 rows that start at 64 bytes, whatever the layer
+_PREFILLS = 16  # prompts at once that keep window queries; more of them live off the activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the memory of one rank depends on.
+
+    Args:
+        layers: L. `heads`, `kv_heads`: query and KV heads on this rank. `head_dim`: of each.
+        itemsize: bytes of a key's element.
+        longest: tokens of the longest sequence.
+        block_size: tokens in a block.
+        max_requests: requests that may be compressed at once.
+        captured: rows of the largest CUDA graph, 0 without graphs.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    longest: int
+    block_size: int
+    max_requests: int
+    captured: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest batch, those that pad a CUDA graph included."""
+        return _aligned(max(self.max_requests, self.captured))
+
+    @property
+    def blocks(self) -> int:
+        """Columns of a block table of the longest sequence."""
+        return _aligned(-(-self.longest // self.block_size))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of its tokens in all layers."""
+        page = 2 * self.kv_heads * self.head_dim * self.itemsize * self.block_size
+        return self.layers * page
+
+    @property
+    def table_bytes(self) -> int:
+        """Packed pages per request slot and tables per row, ``[L, blocks]`` int32 each."""
+        return (self.max_requests + 1 + self.rows) * self.layers * self.blocks * _INT
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
+
+    One prompt of the longest length, since prompts are packed one after the other: float32
+    scores ``[L, Hkv, S]``, once per layer and once stacked, int32 positions of the same size, what
+    one layer's attention is reduced to (four maps ``[Hq, S]``), column sums ``[L, Hq, S]`` where
+    the method reads them, and the staging buffer of a prompt that is packed in place (one KV
+    head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
+    ``[L, w, Hq, D]`` of several prompts. Where requests may choose their method, the most that
+    any of these methods takes, and a staging buffer of any budget.
+    """
+    layers, longest, dim = sizes.layers, sizes.longest, sizes.head_dim
+    scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
+    maps = 4 * sizes.heads * longest * _FLOAT
+    variants = settings.variants
+    most = max(variant.resolved_window for variant in variants)
+    queries = _PREFILLS * layers * most * sizes.heads * dim * sizes.itemsize
+    sums = layers * sizes.heads * longest * _FLOAT
+    if not any(Reads.COLUMN_SUMS in method_of(variant).reads for variant in variants):
+        sums = 0
+    return sizes.table_bytes + scores + maps + queries + sums + _staged(sizes, settings)
+
+
+def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
+    longest, block = sizes.longest, sizes.block_size
+    plan = page_plan(settings.prompt(sizes.layers, longest), block) if settings.enabled else None
+    pages = 0 if plan is None else plan.pages
+    if settings.allow_override:
+        pages = sizes.layers * (longest // block)
+    staged = pages * block * 2 * sizes.head_dim * sizes.itemsize  # of one head
+    if any(variant.names.merge for variant in settings.variants):
+        # float32 keys and values of one layer, as they are and as pages
+        merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
+        staged = staged * sizes.kv_heads + merged
+    return staged

@@ -1,0 +1,124 @@
+"""What one request may ask for: ``vllm_xargs`` of the OpenAI API, ``SamplingParams.extra_args``."""
+
+import difflib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.values import parse_budget
+
+COMPRESS, BUDGET = "kv_compress", "kv_budget"
+_KEYS = (COMPRESS, BUDGET)
+_OTHERS = frozenset({"kv_transfer_params"})  # vLLM's own
+
+
+def settings_for(
+    settings: CompressionConfig | None, extra_args: Mapping[str, Any] | None
+) -> CompressionConfig | None:
+    """The settings of one request; None when it is not to be compressed.
+
+    Args:
+        settings: the engine's; None when it runs without compression.
+        extra_args: the request's, with ``kv_compress`` and ``kv_budget`` if it asks for anything.
+
+    Raises:
+        OverrideError: it asks for what it may not have, in one sentence.
+    """
+    asked = _asked(extra_args) if extra_args else None
+    if asked is None:
+        return settings if settings is not None and settings.enabled else None
+    if settings is None:
+        if asked == ("off", None):
+            return None
+        raise OverrideError(
+            "not_allowed",
+            f"this server runs without KV-cache compression, and the request asks for {COMPRESS} or"
+            f" {BUDGET}; remove them, or ask the operator for --kv-allow-override",
+        )
+    return _override(settings, *asked)
+
+
+def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
+    """Method and budget that a request names; None when it names neither."""
+    for key in extra_args:
+        if key.startswith("kv_") and key not in _KEYS and key not in _OTHERS:
+            near = difflib.get_close_matches(key, _KEYS, 1, 0.8)
+            if near:
+                raise OverrideError("invalid", f"{key!r} is unknown, did you mean {near[0]!r}?")
+    if not extra_args.keys() & set(_KEYS):
+        return None
+    compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
+    if compress is False:
+        compress = "off"
+    if COMPRESS in extra_args and not isinstance(compress, str):
+        raise OverrideError(
+            "invalid", f"{COMPRESS} must be off or the name of a method, got {compress!r}"
+        )
+    if BUDGET in extra_args:
+        try:
+            budget = parse_budget(budget)
+        except ConfigError as e:
+            raise OverrideError("invalid", f"kv_{e}") from None
+        if type(budget) is int and budget < 2:  # `true` arrives as 1
+            raise OverrideError(
+                "invalid",
+                f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
+                f" {budget!r}; write 1.0 to keep everything",
+            )
+    return compress, budget
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _override(
+    settings: CompressionConfig, compress: str | None, budget: float | int | None
+) -> CompressionConfig | None:
+    allowed = settings.allow_override
+    if not allowed:
+        raise OverrideError(
+            "not_allowed",
+            f"this server does not let requests choose {COMPRESS} or {BUDGET}; remove them, or ask"
+            " the operator for --kv-allow-override",
+        )
+    method = settings.compress if compress is None else compress
+    if compress is not None and compress not in (*allowed, settings.compress):
+        raise OverrideError(
+            "not_allowed",
+            f"{COMPRESS} must be one of {sorted({*allowed, settings.compress})} on this server,"
+            f" got {compress!r}",
+        )
+    if method == "off":
+        if compress is None:
+            raise OverrideError(
+                "invalid",
+                f"{BUDGET}={budget!r} needs a method, since this server compresses only what asks"
+                f" for it; add {COMPRESS}, one of {sorted(set(allowed) - {'off'})}",
+            )
+        return None
+    if budget is not None:
+        _within_bounds(settings, budget)
+    try:
+        return settings.variant(method, budget)
+    except ConfigError as e:
+        raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
+
+
+def _within_bounds(settings: CompressionConfig, budget: float | int) -> None:
+    bounds = settings.budget_bounds
+    if not bounds:
+        return
+    for low, high in bounds:
+        if type(low) is type(budget):
+            if low <= budget <= high:
+                return
+            raise OverrideError(
+                "out_of_bounds",
+                f"{BUDGET} must be between {low} and {high} on this server, got {budget}",
+            )
+    kind = "a ratio" if isinstance(bounds[0][0], float) else "a whole number of tokens"
+    raise OverrideError(
+        "out_of_bounds",
+        f"{BUDGET} must be {kind} between {bounds[0][0]} and {bounds[0][1]} on this server, got"
+        f" {budget}",
+    )

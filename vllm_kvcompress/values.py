@@ -1,0 +1,97 @@
+"""Budgets, bounds and lists of methods, as users write them."""
+
+import numbers
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.base import choose
+from vllm_kvcompress.policies.presets import PRESETS
+
+Bounds = tuple[float, float] | tuple[int, int]
+
+
+def plain(value: Any) -> Any:
+    """Numbers of other libraries as Python's, lists as tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def parse_budget(value: Any) -> float | int:
+    """A ratio in (0, 1] or a whole number of tokens >= 1, from a number or its text.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    rule = (
+        "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
+        f" as 1024; got {value!r}"
+    )
+    number: Any = plain(value)
+    if isinstance(value, str):
+        try:
+            number = int(value)
+        except ValueError:
+            try:
+                number = float(value)
+            except ValueError:
+                raise ConfigError(rule) from None
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ConfigError(rule)
+    if isinstance(number, int):
+        if number < 1:
+            raise ConfigError(rule)
+        return number
+    if not 0 < number <= 1:  # NaN fails too
+        raise ConfigError(rule)
+    return number
+
+
+def parse_methods(value: Any) -> tuple[str, ...]:
+    """Methods that requests may ask for: "all", a list, or names with commas between them.
+
+    Raises:
+        ConfigError: a name is unknown, or no method at all is named.
+    """
+    if value == "all":
+        return ("off", *PRESETS)
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or (isinstance(value, str) and not value.strip()):
+        raise ConfigError(
+            "allow_override must be all, or methods with commas between them such as off,snapkv;"
+            f" got {value!r}"
+        )
+    names = tuple(dict.fromkeys("off" if part is False else str(part).strip() for part in parts))
+    for name in names:
+        choose("allow_override", dict.fromkeys(("off", *PRESETS)), name)
+    return names
+
+
+def parse_bounds(value: Any) -> tuple[Bounds, ...]:
+    """Bounds of ratios, of tokens or of both, as ``0.05:0.5,256:4096`` or pairs in a list.
+
+    Raises:
+        ConfigError: a pair is not two budgets of one kind in order, or a kind is given twice.
+    """
+    rule = (
+        "budget_bounds must be MIN:MAX, both ratios such as 0.05:0.5 or both whole numbers of"
+        f" tokens such as 256:4096, or one of each kind with a comma between; got {value!r}"
+    )
+    pairs = [part.split(":") for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(pairs, list | tuple):
+        raise ConfigError(rule)
+    found: list[Bounds] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ConfigError(rule)
+        try:
+            low, high = parse_budget(pair[0]), parse_budget(pair[1])
+        except ConfigError:
+            raise ConfigError(rule) from None
+        alike = type(low) is type(high)
+        if not alike or low > high or type(low) in [type(low) for low, _ in found]:
+            raise ConfigError(rule)
+        found.append((low, high))
+    return tuple(found)
