@@ -47,11 +47,12 @@ class Timed:
             dtype="float32",
             distributed_executor_backend="uni",
             enable_prefix_caching=False,
-            additional_config={"kvcompress": {"compress": "cake", "min_prompt": 1}},
+            additional_config={
+                "kvcompress": {"compress": "cake", "min_prompt": 1, "allow_override": "all"}
+            },
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.manager = core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.seconds = 0.0
         compressor = core.model_executor.driver_worker.worker.compressor
         for name in ("after_attention", "end_step"):
@@ -67,13 +68,12 @@ class Timed:
 
         return timed
 
-    def prefill(self, ids: list[int], settings: Any) -> tuple[float, float]:
-        """Seconds of vLLM's own prefill and of the compression."""
+    def prefill(self, ids: list[int], asks: dict[str, Any]) -> tuple[float, float]:
+        """Seconds of vLLM's own prefill and of the compression that a request asks for."""
         from vllm import SamplingParams
 
-        self.manager.settings_of = lambda request: settings
         self.seconds = 0.0
-        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, extra_args=asks)
         self.llm.llm_engine.add_request("r", {"prompt_token_ids": ids}, params)
         start = time.perf_counter()
         while not self.scheduler.running or self.scheduler.running[0].num_output_tokens == 0:
@@ -93,22 +93,18 @@ def main() -> None:
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
     )
-    from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.demo.text import english
     from vllm_kvcompress.policies.presets import PRESETS
 
     engine = Timed(args)
     ids = engine.llm.get_tokenizer().encode(english()[: args.prompt * 8])[: args.prompt]
     names = args.methods or list(PRESETS)
-    settings = {
-        name: CompressionConfig.parse({"compress": name, "budget": args.budget, "min_prompt": 1})
-        for name in names
-    }
+    asks = {name: {"kv_compress": name, "kv_budget": args.budget} for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    engine.prefill(ids, settings[names[0]])  # warm up
+    engine.prefill(ids, asks[names[0]])  # warm up
     for _ in range(args.rounds):
         for name in names:
-            times[name].append(engine.prefill(ids, settings[name]))
+            times[name].append(engine.prefill(ids, asks[name]))
     result = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_methods.py", *sys.argv[1:]]),

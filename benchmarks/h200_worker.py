@@ -134,7 +134,7 @@ class Engine:
         from vllm_kvcompress.config import CompressionConfig
 
         made = CompressionConfig.parse(settings)
-        self._manager.settings_of = lambda request: made
+        self._manager.use(made)
 
     def compressed(self) -> int:
         """Requests compressed so far."""

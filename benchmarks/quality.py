@@ -18,7 +18,6 @@ slower by all the prefills, the same figures.
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
@@ -111,8 +110,7 @@ class Engine:
         )
         coordinator = self.scheduler.kv_cache_manager.coordinator
         manager = coordinator.single_type_managers[0]
-        manager._spec = dataclasses.replace(manager._spec, settings=worker.settings)
-        coordinator.kv_cache_spec = manager._spec
+        manager.use(worker.settings)
 
     def run(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """All jobs at once; vLLM's outputs by name, each with what the prefix cache gave it."""

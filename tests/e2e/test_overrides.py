@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 COMMON = [
     *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
+    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
     *("--kv-compress", "cake", "--kv-budget", "0.2", "--kv-min-prompt", "512"),
     *("--kv-allow-override", "off,snapkv,cake", "--kv-budget-bounds", "0.1:0.5,128:1024"),
     *("--kv-compress-config", '{"log_requests": true}'),

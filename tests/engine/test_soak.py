@@ -1,13 +1,24 @@
-"""Seeded random requests in a pool that is too small: nothing lost, nothing leaked."""
+"""Seeded random requests in a pool that is too small: nothing lost, nothing leaked.
 
+Requests choose their own methods and budgets, are given up, preempted and computed again; each
+answer is the same request's alone, so nobody sees another's tokens.
+"""
+
+import gc
+import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, Engine, engine, settings
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.plan import page_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +31,7 @@ class Load:
         pool: blocks; the longest prompt needs most of them.
         chunk: tokens a step may compute.
         talkative: share of the requests that want a long answer.
+        choosy: whether requests choose their method and budget.
         options: of the engine.
     """
 
@@ -28,6 +40,7 @@ class Load:
     pool: int
     chunk: int = 512
     talkative: float = 0.4
+    choosy: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -40,16 +53,39 @@ class Request:
     wait: int
     abort: int | None
     priority: int
+    asks: dict[str, Any] | None
 
 
+ASKS: list[dict[str, Any] | None] = [
+    None,
+    None,
+    {"kv_compress": "off"},
+    {"kv_budget": 0.15},
+    {"kv_budget": 0.6},
+    {"kv_budget": 200},
+    {"kv_compress": "snapkv"},
+    {"kv_compress": "h2o", "kv_budget": 0.4},
+    {"kv_compress": "d2o", "kv_budget": 0.4},
+    {"kv_compress": "streamingllm", "kv_budget": 0.2},
+]
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 LOADS = {
-    "plain": Load(count=300, longest=6000, pool=195),
+    "plain": Load(count=1000, longest=4000, pool=130, talkative=0.2, choosy=True),
     "async": Load(**SMALL, options={"async_scheduling": True}),
     "priority": Load(**SMALL, options={"scheduling_policy": "priority"}),
 }
 if V2:
-    LOADS = {"plain": Load(count=12, longest=400, pool=24)}
+    LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
+
+LAYERS = 4
+CONFIG = CompressionConfig.parse(settings("cake", 0.3, allow_override="all")["kvcompress"])
+
+
+def resources() -> tuple[int, int, int]:
+    """Open files, threads, and bytes of memory of this process."""
+    gc.collect()
+    process = psutil.Process(os.getpid())
+    return process.num_fds(), process.num_threads(), process.memory_info().rss
 
 
 def requests(load: Load, seed: int):
@@ -66,7 +102,44 @@ def requests(load: Load, seed: int):
             wait=rng.randint(0, 1),
             abort=rng.randint(1, 12) if rng.random() < 0.15 else None,
             priority=rng.randint(0, 3),
+            asks=rng.choice(ASKS) if load.choosy else None,
         )
+
+
+def is_compressed(request: Request) -> bool:
+    """Whether this request's prompt is to be compressed, from what it says alone."""
+    own = settings_for(CONFIG, request.asks)
+    if own is None or len(request.prompt) < own.min_prompt or request.new < 2:
+        return False
+    return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK) is not None
+
+
+def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], set[str]]:
+    """Send everything, stepping in between, until nothing is left: answers, and who was aborted."""
+    done: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    due: list[tuple[int, str]] = []
+    steps = 0
+    for index, request in enumerate(todo):
+        llm.submit(
+            str(index),
+            request.prompt,
+            request.new,
+            priority=request.priority,
+            extra_args=request.asks,
+        )
+        if request.abort is not None:
+            due.append((steps + request.wait + request.abort, str(index)))
+        for _ in range(request.wait):
+            done.update({k: list(v.outputs[0].token_ids) for k, v in llm.step().items()})
+            steps += 1
+            for when, request_id in [item for item in due if item[0] <= steps]:
+                due.remove((when, request_id))
+                aborted.add(request_id)
+                llm.llm.llm_engine.abort_request([request_id])
+    done.update(llm.drain())
+    llm.settle()
+    return done, aborted
 
 
 @pytest.mark.slow
@@ -75,48 +148,62 @@ def requests(load: Load, seed: int):
 def test_soak(name, checkpoints_folder, keep_async_scheduling):
     model, load = make("llama-gqa", checkpoints_folder), LOADS[name]
     options = dict(
-        additional_config=settings("cake", 0.3),
+        additional_config={"kvcompress": CONFIG.to_additional_config()},
         max_model_len=load.pool * BLOCK,
         max_num_seqs=96,
     )
     todo = list(requests(load, seed=17))
-    done: dict[str, list[int]] = {}
-    aborted: set[str] = set()
-    due: list[tuple[int, str]] = []
-    steps = 0
     with engine(
         model, blocks=1 + load.pool, max_num_batched_tokens=load.chunk, **options, **load.options
     ) as llm:
         free = llm.free_blocks
         resumed = llm.watch_preemptions()
-        for index, request in enumerate(todo):
-            llm.submit(str(index), request.prompt, request.new, priority=request.priority)
-            if request.abort is not None:
-                due.append((steps + request.wait + request.abort, str(index)))
-            for _ in range(request.wait):
-                done.update({k: list(v.outputs[0].token_ids) for k, v in llm.step().items()})
-                steps += 1
-                for when, request_id in [item for item in due if item[0] <= steps]:
-                    due.remove((when, request_id))
-                    aborted.add(request_id)
-                    llm.llm.llm_engine.abort_request([request_id])
-        done.update(llm.drain())
-        llm.settle()
+        packed: set[str] = set()
+        pack = llm.compressor.packer.pack
+
+        def packing(finished):
+            packed.add(finished.todo.request_id.split("-")[0])
+            return pack(finished)
+
+        llm.compressor.packer.pack = packing
+        done, aborted = send(llm, todo)
         assert llm.free_blocks == free
-        assert not llm.manager._settled
-        assert not llm.manager._packed
-        assert not llm.manager._cacheable
-        compressed = llm.compressor.compressed
+        manager, compressor = llm.manager, llm.compressor
+        left = [
+            *(manager._settled, manager._packed, manager._cacheable, manager._planned),
+            *(manager._observe, compressor._prefills, compressor.pool._slots),
+            *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
+        ]
+        assert not any(left), left
+        gc.collect()
+        assert not manager.admissions._decisions
+        cuts = {request_id: list(at) for request_id, at in resumed.items()}
+        # vLLM itself grows until everything was used once; from then on nothing may
+        for _ in range(2):
+            before = resources()
+            send(llm, todo[: load.count // 4])
+            assert llm.free_blocks == free
+        files, threads, grown = (new - old for new, old in zip(resources(), before, strict=True))
     expected = {str(i) for i in range(load.count)} - aborted
     assert aborted
     assert expected <= done.keys()
-    assert compressed > load.count // 10
+    meant = {str(i) for i, request in enumerate(todo) if is_compressed(request)}
+    assert meant - aborted <= packed <= meant
+    assert len(packed) > load.count // 10
     if not V2:
-        assert resumed, "the pool was meant to force preemption"
+        assert cuts, "the pool was meant to force preemption"
+    print(  # noqa: T201
+        f"{load.count} requests, {len(aborted)} aborted, {len(packed)} compressed, {len(cuts)}"
+        f" preempted; then in {load.count // 4}: {files} files, {threads} threads,"
+        f" {grown / 2**20:.1f} MiB more"
+    )
+    assert (files, threads) == (0, 0)
+    assert grown < 16 * 2**20, "memory is lost with every request"
     # one engine, one request at a time: nobody to share with, nobody to preempt for
     with engine(model, enable_prefix_caching=False, **options) as llm:
         for request_id in sorted(expected, key=int):
             request = todo[int(request_id)]
-            # A prompt under the threshold is never compressed, whatever happens to it.
-            cuts = resumed.get(request_id, []) if len(request.prompt) >= 128 else []
-            llm.alone(request.prompt, request.new, done[request_id], cuts)
+            # What is never compressed is the same whatever happens to it.
+            at = cuts.get(request_id, []) if request_id in meant else []
+            asks = request.asks if request_id in meant else {"kv_compress": "off"}
+            llm.alone(request.prompt, request.new, done[request_id], at, extra_args=asks)

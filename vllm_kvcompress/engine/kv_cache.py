@@ -109,13 +109,8 @@ class CompressedManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: CompressedSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
-        self.settings = kv_cache_spec.settings
-        self.admissions = Admissions(
-            kv_cache_spec.settings,
-            kv_cache_spec.num_compressed_layers,
-            kv_cache_spec.block_size,
-            self.block_pool,
-        )
+        self._num_layers = kv_cache_spec.num_compressed_layers
+        self.use(kv_cache_spec.settings)
         self.tally = Tally()
         self._looked_up: Request | None = None
         # vLLM's is a classmethod and knows no request; its coordinator asks the instance
@@ -125,6 +120,11 @@ class CompressedManager(FullAttentionManager):
         self._cacheable: dict[str, int] = {}  # tokens that may enter the prefix cache
         self._observe: dict[str, CompressionConfig] = {}
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
+
+    def use(self, settings: CompressionConfig) -> None:
+        """The engine's settings; to be changed while no request is there."""
+        self.settings = settings
+        self.admissions = Admissions(settings, self._num_layers, self.block_size, self.block_pool)
 
     def follow(self, requests: Mapping[str, Request]) -> None:
         """Let the manager look up the requests whose blocks it allocates."""

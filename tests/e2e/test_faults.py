@@ -1,0 +1,198 @@
+"""What goes wrong in production, done to a real server: nobody waits, nothing stays held."""
+
+import concurrent.futures
+import json
+import signal
+import time
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+
+from vllm_kvcompress.demo.server import serve
+from vllm_kvcompress.demo.text import long_prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+BLOCKS = 12  # of 128 tokens, the null block among them: one prompt of 1,100 tokens and no second
+FLAGS = [
+    *("--enforce-eager", "--max-model-len", "1408", "--served-model-name", "demo"),
+    *("--kv-compress", "cake", "--kv-budget", "0.3", "--kv-min-prompt", "512"),
+    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
+    *("--kv-allow-override", "all", "--num-gpu-blocks-override", str(BLOCKS)),
+]
+DONE = {"length", "stop"}
+
+
+@pytest.fixture(scope="module")
+def text(demo_model):
+    from transformers import AutoTokenizer
+
+    return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1000)
+
+
+def asking(text, tokens, **more):
+    common = {"model": "demo", "prompt": text, "max_tokens": tokens, "temperature": 0}
+    return common | {"ignore_eos": True} | more
+
+
+@contextmanager
+def streaming(server, text, tokens, **more):
+    """Events of one streamed completion, as they come."""
+    sent = asking(text, tokens, stream=True, **more)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=120) as answer:
+
+        def events():
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+        yield events()
+
+
+def listen(server, text, tokens, **more):
+    """How one stream ended: its finish reason, or what broke it."""
+    try:
+        with streaming(server, text, tokens, **more) as events:
+            reason = None
+            for event in events:
+                if "error" in event:
+                    return "error"
+                reason = event["choices"][0]["finish_reason"] or reason
+            return reason or "cut off"
+    except httpx.HTTPError as e:
+        return type(e).__name__
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def idle(server):
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(server.metric(f"vllm:{name}") == 0 for name in names)
+
+
+def processes(server):
+    root = psutil.Process(server.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def engine_of(server):
+    return next(p for p in processes(server) if "EngineCore" in " ".join(p.cmdline()))
+
+
+@pytest.fixture(scope="module")
+def server(demo_model, tmp_path_factory):
+    with serve(demo_model, FLAGS, tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+
+
+def test_a_pool_for_one_serves_all_who_come(server, text):
+    """Eight prompts that fill the pool each, compressed or not: every one is answered in full."""
+    asks = [None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}, {"kv_budget": 0.6}] * 2
+    before = server.metric("vllm:kv_compress_planned_requests_total")
+
+    def ask(item):
+        index, xargs = item
+        sent = asking(f"{index} {text}", 24, **({"vllm_xargs": xargs} if xargs else {}))
+        answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["completion_tokens"]
+
+    with concurrent.futures.ThreadPoolExecutor(len(asks)) as pool:
+        assert list(pool.map(ask, enumerate(asks))) == [24] * len(asks)
+    wait_for(lambda: idle(server))
+    planned = server.metric("vllm:kv_compress_planned_requests_total")
+    assert planned - before >= 6
+    assert server.metric("vllm:kv_compress_requests_total") == planned
+
+
+def test_clients_that_hang_up_leave_nothing_behind(server, text):
+    """In the prefill, after the compression, in mid-answer: blocks and files come back."""
+    with streaming(server, text, 2) as events:
+        list(events)
+    wait_for(lambda: idle(server))
+    held = [p.num_fds() for p in processes(server)]
+
+    def leave(index):
+        with streaming(server, f"{index} {text}", 200) as events:
+            if index % 3:
+                for _ in range(index):
+                    next(events)
+
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            list(pool.map(leave, range(6)))
+    wait_for(lambda: idle(server))
+    wait_for(lambda: [p.num_fds() for p in processes(server)] <= held)
+    assert listen(server, text, 4) == "length"
+
+
+HOSTILE = {
+    "no JSON": b"{",
+    "nothing": b"",
+    "an array": b"[]",
+    "a number": b"1e999",
+    "no text": b"\xff\xfe",
+    "deep": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_budget":' + b"[" * 5000 + b"]" * 5000,
+    "twice": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_budget":0.2,"kv_budget":"x"}}',
+    "a list for extras": b'{"model":"demo","prompt":"x","vllm_xargs":[1]}',
+    "text for extras": b'{"model":"demo","prompt":"x","vllm_xargs":"kv_compress"}',
+    "an object in extras": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_compress":{}}}',
+    "not a number": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_budget":NaN}}',
+    "infinite": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_budget":1e999}}',
+    "huge": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_budget":' + b"9" * 4000 + b"}}",
+    "a long name": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_compress":"'
+    + b"c" * 200_000
+    + b'"}}',
+    "a surrogate": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_compress":"\\ud800"}}',
+    "nul": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_compress":"off\\u0000"}}',
+    "empty prompt ids": b'{"model":"demo","prompt":[],"vllm_xargs":{"kv_compress":"cake"}}',
+    "foreign prompt ids": b'{"model":"demo","prompt":[99999999],"vllm_xargs":{"kv_budget":0.2}}',
+    "negative tokens": b'{"model":"demo","prompt":"x","max_tokens":-5}',
+    "a path": b'{"model":"demo","prompt":"x","vllm_xargs":{"kv_compress":"../../etc/passwd"}}',
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_body_is_the_clients_error(server, kind):
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        content=HOSTILE[kind],
+        headers={"content-type": "application/json"},
+        timeout=60,
+    )
+    assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:300])
+    assert len(answer.text) < 500_000
+    assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+
+
+def test_a_killed_engine_is_an_error_for_everyone_at_once(demo_model, text, tmp_path):
+    """In the middle of compressions: each client hears of it, and the server ends."""
+    with serve(demo_model, FLAGS, tmp_path / "log") as server:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            ends = [pool.submit(listen, server, f"{i} {text}", 200) for i in range(6)]
+            wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= 2, 120)
+            engine_of(server).send_signal(signal.SIGKILL)
+            killed = time.monotonic()
+            reasons = [end.result(timeout=60) for end in ends]
+            heard_s = time.monotonic() - killed
+        assert server.process.wait(60) is not None
+        print(f"all clients knew after {heard_s:.1f} s: {sorted(set(reasons))}")  # noqa: T201
+    assert not DONE & set(reasons), reasons
+
+
+def test_sigterm_lets_running_answers_finish(demo_model, text, tmp_path):
+    flags = [*FLAGS, "--shutdown-timeout", "120"]
+    with serve(demo_model, flags, tmp_path / "log") as server:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            ends = [pool.submit(listen, server, f"{i} {text}", 60) for i in range(3)]
+            wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= 1, 120)
+            server.process.send_signal(signal.SIGTERM)
+            assert [end.result(timeout=120) for end in ends] == ["length"] * 3
+        assert server.process.wait(60) == 0
