@@ -46,8 +46,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two workers with a thread each, file by file: most tests keep one core busy.
 test: model lint  ## everything CI runs
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
 	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md

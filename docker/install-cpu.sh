@@ -1,0 +1,16 @@
+#!/bin/sh
+# Installs vLLM's CPU build from the lock, and this package, into a new environment.
+#   docker/install-cpu.sh PREFIX
+# pip must know an index that has torch's CPU build (see README.md, Try it).
+set -eu
+prefix=${1:?install-cpu.sh needs the folder of the new environment, e.g. /opt/kvcompress}
+source=$(cd "$(dirname "$0")/.." && pwd)
+
+python3.11 -m venv "$prefix"
+install() {
+    "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
+}
+install --requirement "$source/requirements/cpu.lock"
+install --no-build-isolation "$source/packaging/vllm-metadata"
+install --no-build-isolation "$source"
+"$prefix/bin/python" "$source/docker/verify.py" cpu

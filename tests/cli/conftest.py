@@ -1,0 +1,80 @@
+"""The command as it is typed."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make
+from vllm_kvcompress.cli import main
+
+COMMAND = str(Path(sys.executable).with_name("kvcompress"))
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def kvcompress(
+    folder: Path, *arguments: object, site: str = "", environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder; `site` is Python that runs first in each of its processes."""
+    more = {"COLUMNS": "100", **(environment or {})}
+    if site:
+        (folder / "site").mkdir(exist_ok=True)
+        (folder / "site" / "sitecustomize.py").write_text(site)
+        more["PYTHONPATH"] = str(folder / "site")
+    done = subprocess.run(
+        [COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **more},
+    )
+    assert "Traceback" not in done.stdout, done.stdout
+    return done
+
+
+@pytest.fixture(scope="session")
+def run_in() -> Run:
+    """Run ``kvcompress`` in a folder."""
+    return kvcompress
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    """Run ``kvcompress`` in an empty folder."""
+    return functools.partial(kvcompress, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """A checkpoint of 4 layers without a tokenizer."""
+    return make("llama-gqa", tmp_path_factory.mktemp("checkpoints"))
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """What the command did in this process."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys) -> Callable[..., Typed]:
+    """Type ``kvcompress`` in this process: no new Python has to start."""
+
+    def typing(*arguments: object) -> Typed:
+        monkeypatch.setattr(sys, "argv", ["kvcompress", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return Typed(int(ended.value.code or 0), captured.out, captured.err)
+
+    return typing

@@ -1,0 +1,248 @@
+"""``kvcompress doctor`` on engines of its own: well ones, and ones that silently do nothing."""
+
+import json
+import struct
+import zlib
+
+import pytest
+
+from broken_sites import WITHOUT_VLLM, broken
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.plan import page_plan
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TINY = [
+    *("--kv-min-prompt", "128", "--timeout", "1500", "--", "--enforce-eager", "--block-size", "32"),
+    *("--dtype", "float32", "--max-model-len", "2048", "--skip-tokenizer-init"),
+]
+WELL = ["versions", "plugin", "seams", "model", "engine", "classes", "worker", "blocks", "pool"]
+
+
+def checks(done) -> dict[str, dict]:
+    found = json.loads(done.stdout)
+    assert set(found) <= {"ok", "checks", "kept", "picture"}
+    for check in found["checks"]:
+        assert set(check) == {"name", "ok", "detail"}
+        assert isinstance(check["ok"], bool)
+        assert check["detail"]
+        assert "\n" not in check["detail"]
+    assert found["ok"] is all(check["ok"] for check in found["checks"])
+    assert done.returncode == (0 if found["ok"] else 1)
+    return {check["name"]: check for check in found["checks"]}
+
+
+# -- well ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def explained(demo_model, tmp_path_factory, run_in):
+    folder = tmp_path_factory.mktemp("explained")
+    done = run_in(
+        folder, "doctor", demo_model, "--kv-budget", "0.2", "--tokens", "2000", "--explain",
+        "--picture", "kept.png", "--json", "--", "--enforce-eager", "--max-model-len", "2304",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done, folder
+
+
+def test_a_real_model_is_well(explained):
+    done, _ = explained
+    found = checks(done)
+    assert list(found) == WELL
+    assert "vLLM 0.3" in found["versions"]["detail"]
+    assert "CompressingCPUWorker" in found["classes"]["detail"]
+    assert "CPU_ATTN" in found["classes"]["detail"]
+    plan = plan_of(2000, 0.2)
+    assert f"into {plan.pages} pages" in found["worker"]["detail"]
+    held = plan.blocks + 1  # and the tail's
+    assert found["blocks"]["detail"].startswith(f"{held} held while decoding, as planned, instead")
+
+
+def plan_of(tokens: int, budget: float):
+    settings = CompressionConfig.parse({"compress": "cake", "budget": budget})
+    plan = page_plan(settings.prompt(30, tokens), 128)
+    assert plan is not None
+    return plan
+
+
+def test_what_it_explains_is_exactly_what_was_planned(explained):
+    kept = json.loads(explained[0].stdout)["kept"]
+    plan = plan_of(2000, 0.2)
+    assert sum(kept["kept_tokens"]) == plan.pages * 128 + 30 * plan.tail
+    assert (kept["method"], kept["budget"], kept["prompt_tokens"]) == ("cake", 0.2, 2000)
+    assert len(set(kept["kept_tokens"])) > 1  # CAKE gives layers different shares
+    assert len(kept["share"]) == 30
+    for tokens, share in zip(kept["kept_tokens"], kept["share"], strict=True):
+        edges = [-(-bucket * 2000 // len(share)) for bucket in range(len(share) + 1)]
+        held = sum(
+            part * (stop - start)
+            for part, start, stop in zip(share, edges, edges[1:], strict=False)
+        )
+        assert held == pytest.approx(tokens)
+        assert share[-1] == 1  # the window and the tail
+        assert all(0 <= part <= 1 for part in share)
+
+
+def test_the_picture_has_a_row_per_layer(explained):
+    done, folder = explained
+    assert json.loads(done.stdout)["picture"] == "kept.png"
+    rows = decoded(folder / "kept.png")
+    # a column of the heat map's last tokens, which every layer keeps, is one dark run; the bars
+    # right of it are one run per layer
+    assert bars(rows, column=round(len(rows[0]) * 0.7475)) == 30
+
+
+def decoded(path) -> list[list[tuple[int, int, int]]]:
+    """The pixels of a PNG of 8 bits and four channels, by the format's own rules."""
+    from matplotlib.image import imread
+
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert zlib.crc32(data[12:29]) == struct.unpack(">I", data[29:33])[0]
+    pixels = imread(path)
+    return [[tuple(round(255 * c) for c in pixel[:3]) for pixel in row] for row in pixels.tolist()]
+
+
+def bars(rows: list[list[tuple[int, int, int]]], column: int) -> int:
+    """Runs of the bars' blue in one column of pixels."""
+    blue = [row[column] == (0x21, 0x71, 0xB5) for row in rows]
+    return sum(now and not before for before, now in zip([False, *blue], blue, strict=False))
+
+
+def test_the_text_has_a_line_per_layer_with_the_same_tokens(explained):
+    import io
+
+    from rich.console import Console
+
+    from vllm_kvcompress.commands.kept_text import show_kept
+    from vllm_kvcompress.kept import KeptMap
+
+    kept = KeptMap.from_json(json.loads(explained[0].stdout)["kept"])
+    out = io.StringIO()
+    show_kept(kept, Console(file=out, width=100))
+    lines = [line for line in out.getvalue().splitlines() if line[:5].strip().isdigit()]
+    assert [int(line[:5]) for line in lines] == list(range(30))
+    shown = [int(line.split()[1].replace(",", "")) for line in lines]
+    plan = plan_of(2000, 0.2)
+    assert sum(shown) == plan.pages * 128 + 30 * plan.tail
+    assert all(line.rstrip()[-1] in "▁▂▃▄▅▆▇█" for line in lines)
+
+
+def test_only_what_asks_is_compressed_and_the_probe_asks(run, tiny):
+    everything = '{"compress": "off", "allow_override": "all"}'
+    done = run("doctor", tiny, "--json", "--kv-compress-config", everything, *TINY)
+    found = checks(done)
+    assert found["worker"]["ok"], done.stderr
+    assert list(found) == WELL
+
+
+def test_without_a_model_it_checks_the_installation(run):
+    done = run("doctor", "--json")
+    assert list(checks(done)) == WELL[:3]
+    assert done.returncode == 0
+
+
+# -- not well -----------------------------------------------------------------------------------
+
+
+def test_a_worker_that_packs_nothing_is_found(run, tiny):
+    """Blocks are freed and nothing was packed: answers from nowhere, and no error anywhere."""
+    site = broken(
+        "vllm_kvcompress.engine.compressor",
+        "module.PromptCompressor.end_step = lambda self: self.abort_step()",
+    )
+    found = checks(run("doctor", tiny, "--json", *TINY, site=site))
+    assert not found["worker"]["ok"]
+    assert "compression is on and does not run" in found["worker"]["detail"]
+
+
+def test_a_scheduler_that_plans_nothing_is_found(run, tiny):
+    site = broken(
+        "vllm_kvcompress.engine.kv_cache",
+        "module.CompressedManager._plan_of = lambda self, request_id: None",
+    )
+    found = checks(run("doctor", tiny, "--json", *TINY, site=site))
+    assert not found["worker"]["ok"]
+    assert not found["blocks"]["ok"]
+    assert "blocks did not come back" in found["blocks"]["detail"]
+
+
+def test_a_plugin_that_vllm_leaves_out_is_found(run):
+    done = run("doctor", "--json", environment={"VLLM_PLUGINS": "another"})
+    found = checks(done)
+    assert not found["plugin"]["ok"]
+    assert "VLLM_PLUGINS='another' leaves it out" in found["plugin"]["detail"]
+
+
+def test_a_vllm_without_a_seam_is_found(run):
+    site = broken("vllm.v1.core.block_pool", "del module.BlockPool.evict_blocks")
+    found = checks(run("doctor", "--json", site=site))
+    assert not found["seams"]["ok"]
+    assert "no vllm.v1.core.block_pool:BlockPool.evict_blocks" in found["seams"]["detail"]
+
+
+def test_a_process_that_crashes_leaves_a_report(run):
+    site = broken(
+        "vllm_kvcompress.engine.seams",
+        "module.Seam.check = lambda self, version: __import__('os').abort()",
+    )
+    done = run("doctor", "--json", site=site)
+    assert checks(done)["engine"] == {
+        "name": "engine",
+        "ok": False,
+        "detail": "its process was ended by signal 6; see its log with --verbose",
+    }
+    assert "The end of vLLM's log:" in done.stderr
+
+
+def test_vllm_is_not_installed(run):
+    done = run("doctor", site=WITHOUT_VLLM)
+    assert done.returncode == 1
+    assert "vLLM is not installed for this Python" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["nowhere/a/model"], "there is no folder nowhere/a/model"),
+        (["TINY", "--url", "http://127.0.0.1:9"], "a MODEL to start or the --url"),
+        (["--explain"], "give it a MODEL"),
+        (["TINY", "--picture", "x.png"], "drawn by --explain"),
+        (["--kv-compress", "cake"], "give a MODEL or --url"),
+        (["TINY", "--kv-compress", "caek"], "did you mean 'cake'"),
+        (["TINY", "--expect", "maybe"], "--expect must be on or off"),
+        (["TINY", "--prompt-file", "none.txt"], "--prompt-file none.txt is not readable"),
+        (["--url", "http://127.0.0.1:9", "--kv-window", "8"], "['window'] are the server's own"),
+        (["--url", "127.0.0.1:9"], "--url must be a server's address"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_status_2(typed, tiny, flags, sentence):
+    done = typed("doctor", *[tiny if flag == "TINY" else flag for flag in flags], "--json")
+    assert done.status == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("kvcompress: error: ")
+    assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--tokens", "20", *TINY], "a prompt of 20 tokens is left whole"),
+    ],
+)
+def test_so_is_what_only_vllm_can_tell(typed, tiny, flags, sentence):
+    done = typed("doctor", tiny, "--json", *flags)
+    assert done.status == 2
+    assert done.out == ""
+    assert sentence in done.err.splitlines()[-1]
+
+
+def test_a_model_that_is_refused_is_a_finding(run, tiny):
+    two = ["--pipeline-parallel-size", "2"]
+    found = checks(run("doctor", tiny, "--json", *TINY, *two))
+    assert not found["model"]["ok"]
+    assert "all layers must be on one rank" in found["model"]["detail"]

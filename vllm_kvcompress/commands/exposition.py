@@ -1,0 +1,177 @@
+"""A server asked over HTTP, and its ``/metrics`` page read. The standard library alone: it is quick
+to start."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError, KVCompressError
+
+PREFIX = "vllm:kv_compress_"
+_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+
+class Unreachable(KVCompressError, OSError):
+    """The server does not answer at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One line of a metrics page."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Metrics:
+    """A metrics page as it was at one moment."""
+
+    def __init__(self, text: str) -> None:
+        self._samples: dict[str, list[Sample]] = {}
+        for line in text.splitlines():
+            if line.startswith("#") or (m := _SAMPLE.match(line)) is None:
+                continue
+            labels = {key: _plain(raw) for key, raw in _LABEL.findall(m["labels"] or "")}
+            sample = Sample(m["name"], labels, float(m["value"]))
+            self._samples.setdefault(sample.name, []).append(sample)
+
+    def of(self, name: str) -> Sequence[Sample]:
+        """All samples of a metric; none when it is not exported."""
+        return self._samples.get(name, [])
+
+    def total(self, name: str) -> float:
+        """The sum of a metric's samples, 0 when there are none."""
+        return sum(sample.value for sample in self.of(name))
+
+    def by_engine(self, name: str) -> dict[str, float]:
+        """The same for each engine by its own."""
+        found: dict[str, float] = {}
+        for sample in self.of(name):
+            engine = sample.labels.get("engine", "")
+            found[engine] = found.get(engine, 0.0) + sample.value
+        return found
+
+    @property
+    def info(self) -> dict[str, str] | None:
+        """What compression is set to; None when it is off."""
+        found = self.of(f"{PREFIX}info")
+        return found[0].labels if found else None
+
+
+def _plain(label: str) -> str:
+    return re.sub(r"\\.", lambda m: _ESCAPES.get(m[0], m[0]), label)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A running server.
+
+    Args:
+        url: without a path, such as ``http://127.0.0.1:8000``.
+        key: bearer token, where the server wants one.
+    """
+
+    url: str
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/\s]+/?$", self.url):
+            raise ConfigError(
+                "--url must be a server's address without a path, such as"
+                f" http://127.0.0.1:8000; got {self.url!r}"
+            )
+
+    def get(self, path: str, timeout_s: float) -> tuple[int, str]:
+        """Status and text of a page.
+
+        Raises:
+            Unreachable: nothing answered.
+        """
+        with self._open(path, None, timeout_s) as answer:
+            return answer.status, self._read(answer)
+
+    def metrics(self, timeout_s: float) -> Metrics:
+        """The server's metrics now.
+
+        Raises:
+            Unreachable: there is no such page.
+        """
+        status, text = self.get("/metrics", timeout_s)
+        if status != 200:
+            raise Unreachable(
+                f"{self.url}/metrics answered {status}; start the server without"
+                " --disable-log-stats, and give its own address"
+            )
+        return Metrics(text)
+
+    def post(self, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
+        """Status and text of the answer to a JSON body."""
+        with self._open(path, body, timeout_s) as answer:
+            return answer.status, self._read(answer)
+
+    def stream(self, path: str, body: Any, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """Events of a streaming answer, each as it comes.
+
+        Raises:
+            Unreachable: the server refused, or an event says that it failed; with what it said.
+        """
+        with self._open(path, body, timeout_s) as answer:
+            if answer.status != 200:
+                raise Unreachable(f"{path} answered {answer.status}: {said(self._read(answer))}")
+            for text in self._lines(answer):
+                if not text or text == "[DONE]":
+                    continue
+                event: dict[str, Any] = json.loads(text)
+                if "error" in event:
+                    raise Unreachable(f"{path} failed: {said(text)}")
+                yield event
+
+    def _open(self, path: str, body: Any, timeout_s: float) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        address = self.url.rstrip("/") + path
+        request = urllib.request.Request(address, data=data, headers=headers)
+        try:
+            return _DIRECT.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as e:
+            return e  # an answer too, with its status and text
+        except (OSError, HTTPException) as e:
+            reason = getattr(e, "reason", e)
+            raise Unreachable(
+                f"{address} does not answer ({reason}); start the server, or correct --url"
+            ) from None
+
+    def _lines(self, answer: Any) -> Iterator[str]:
+        try:
+            for line in answer:
+                yield line.decode(errors="replace").strip().removeprefix("data:").strip()
+        except (OSError, HTTPException) as e:
+            raise Unreachable(f"{self.url} broke off its answer ({e})") from None
+
+    def _read(self, answer: Any) -> str:
+        try:
+            text: str = answer.read().decode(errors="replace")
+        except (OSError, HTTPException) as e:
+            raise Unreachable(f"{self.url} broke off its answer ({e})") from None
+        return text
+
+
+def said(text: str) -> str:
+    """The sentence in an error's JSON, or the start of any other text."""
+    try:
+        found = json.loads(text)
+        return str(found["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:300]

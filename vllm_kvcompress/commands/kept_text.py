@@ -1,0 +1,44 @@
+"""Where a prompt's kept tokens lie, in characters."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Console
+
+from vllm_kvcompress.kept import KeptMap
+
+_SHADES = " ▁▂▃▄▅▆▇█"
+_BAR, _STRIP = 20, 60
+
+
+def show_kept(found: KeptMap, console: Console) -> None:
+    """Print a line per layer: a bar of how many tokens it keeps, and a strip of where."""
+    console.print(found.title, style="bold", highlight=False)
+    console.print(found.summary, highlight=False)
+    width = max(len(f"{tokens:,.0f}") for tokens in found.kept_tokens)
+    end = f"{found.prompt_tokens:,}"
+    head = "kept".rjust(width)
+    console.print(
+        f"layer  {head} {'':{_BAR}}  where in the prompt: 0 {end:>{_STRIP - 23}}", highlight=False
+    )
+    most = max(found.kept_tokens)
+    for layer, tokens in enumerate(found.kept_tokens):
+        bar = "█" * max(round(_BAR * tokens / most), 1)
+        line = f"{layer:5d}  {tokens:{width},.0f} {bar:{_BAR}}  {strip(found.share[layer])}"
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(
+        "Height of a strip: the share of KV heads that keep the tokens there; full is all of them.",
+        highlight=False,
+    )
+
+
+def strip(share: Sequence[float], width: int = _STRIP) -> str:
+    """One layer's shares as a line of at most `width` characters."""
+    width = min(width, len(share))
+    edges = [column * len(share) // width for column in range(width + 1)]
+    cells = []
+    for start, stop in pairwise(edges):
+        part = sum(share[start:stop]) / (stop - start)
+        cells.append(_SHADES[math.ceil(min(part, 1) * 8)])  # what is kept at all is seen
+    return "".join(cells)
