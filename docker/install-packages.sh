@@ -1,5 +1,5 @@
 #!/bin/sh
-# The Debian packages that the CPU image runs with: the compiler of torch.compile, NUMA, an init.
+# The system packages that both images run with: the compiler of torch.compile, NUMA, an init.
 #   docker/install-packages.sh [MORE...]
 set -eu
 export DEBIAN_FRONTEND=noninteractive

@@ -6,7 +6,7 @@ find = PathFinder.find_spec
 def finding(name, *args, **kwargs):
     gone = name.split(".")[0] in {"vllm", "transformers"}
     return None if gone else find(name, *args, **kwargs)
-PathFinder.find_spec = finding
+PathFinder.find_spec = staticmethod(finding)
 """
 
 # The module is not there yet: this waits until it was executed.

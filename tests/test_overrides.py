@@ -29,7 +29,9 @@ def refusal(engine, **asked):
 
 
 @pytest.mark.parametrize("engine", [OPEN, BOUNDED])
-@pytest.mark.parametrize("asked", [None, {}, {"other": 3}, {"kv_transfer_params": {}}])
+@pytest.mark.parametrize(
+    "asked", [None, {}, {"other": 3, "compress": 1}, {"kv_transfer_params": {}}]
+)
 def test_who_asks_for_nothing_gets_the_engines_settings(engine, asked):
     assert settings_for(engine, asked) is engine
 
@@ -84,6 +86,11 @@ def test_another_method_is_its_preset_with_the_engines_gates():
         ({"kv_compress": ["cake"]}, "invalid", "got ['cake']"),
         ({"kv_budgets": 0.2}, "invalid", "did you mean 'kv_budget'"),
         ({"kv_compres": "off"}, "invalid", "did you mean 'kv_compress'"),
+        ({"KV_BUDGET": 0.2}, "invalid", "did you mean 'kv_budget'"),
+        ({"kv-budget": 0.2}, "invalid", "did you mean 'kv_budget'"),
+        ({"kv_window": 8}, "invalid", "a request may set ['kv_compress', 'kv_budget']"),
+        ({"kv_" + "x" * 10**6: 8}, "invalid", "'kv_xxxxxxxxxxxxxxxxxxxxx' is unknown"),
+        ({f"kv_{i}": 8 for i in range(1000)}, "invalid", "'kv_0' is unknown"),
     ],
 )
 def test_refusals(asked, reason, words):
@@ -117,6 +124,8 @@ def test_without_permission_nothing_may_be_asked():
 
 def test_without_compression_asking_for_it_is_refused():
     assert settings_for(None, {"kv_compress": "off"}) is None
+    assert settings_for(None, {"kv_compress": "off", "kv_budget": 0.2}) is None
+    assert settings_for(None, {"kv_of_another_plugin": 1}) is None
     assert settings_for(None, {"other": 1}) is None
     for asked in ({"kv_compress": "cake"}, {"kv_budget": 0.2}):
         reason, message = refusal(None, **asked)

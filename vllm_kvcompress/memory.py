@@ -70,7 +70,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     the method reads them, and the staging buffer of a prompt that is packed in place (one KV
     head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
     ``[L, w, Hq, D]`` of several prompts. Where requests may choose their method, the most that
-    any of these methods takes, and a staging buffer of any budget.
+    any of these methods takes at the largest budget that they may ask for.
     """
     layers, longest, dim = sizes.layers, sizes.longest, sizes.head_dim
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
@@ -86,13 +86,29 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 
 def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
     longest, block = sizes.longest, sizes.block_size
-    plan = page_plan(settings.prompt(sizes.layers, longest), block) if settings.enabled else None
-    pages = 0 if plan is None else plan.pages
-    if settings.allow_override:
-        pages = sizes.layers * (longest // block)
-    staged = pages * block * 2 * sizes.head_dim * sizes.itemsize  # of one head
-    if any(variant.names.merge for variant in settings.variants):
-        # float32 keys and values of one layer, as they are and as pages
-        merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
-        staged = staged * sizes.kv_heads + merged
-    return staged
+    page = block * 2 * sizes.head_dim * sizes.itemsize  # of one head
+    # float32 keys and values of one layer, as they are and as pages
+    merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
+    most = 0
+    for variant in settings.variants:
+        staged = _most_pages(sizes, settings, variant) * page
+        most = max(most, staged * sizes.kv_heads + merged if variant.names.merge else staged)
+    return most
+
+
+def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
+    """Pages that the longest prompt keeps at most, at the largest budget a request may ask for."""
+
+    def pages(budget: float | int, otherwise: int) -> int:
+        prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
+        plan = page_plan(prompt, sizes.block_size)
+        return otherwise if plan is None else plan.pages
+
+    most = pages(variant.budget, 0)
+    every = sizes.layers * (sizes.longest // sizes.block_size)
+    if settings.allow_override and not settings.budget_bounds:
+        return every
+    for _, high in settings.budget_bounds:
+        if isinstance(high, float) or high > variant.resolved_window:
+            most = max(most, pages(high, every))  # a little less than everything is compressed
+    return most

@@ -11,7 +11,8 @@ from vllm_kvcompress.values import parse_budget
 
 COMPRESS, BUDGET = "kv_compress", "kv_budget"
 _KEYS = (COMPRESS, BUDGET)
-_OTHERS = frozenset({"kv_transfer_params"})  # vLLM's own
+_OTHERS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})  # vLLM's own
+_LONGEST = 24  # letters of a key that may be one of ours, misspelt
 
 
 def settings_for(
@@ -26,11 +27,13 @@ def settings_for(
     Raises:
         OverrideError: it asks for what it may not have, in one sentence.
     """
+    if settings is not None and extra_args:
+        _refuse_others(extra_args)
     asked = _asked(extra_args) if extra_args else None
     if asked is None:
         return settings if settings is not None and settings.enabled else None
     if settings is None:
-        if asked == ("off", None):
+        if asked[0] == "off":
             return None
         raise OverrideError(
             "not_allowed",
@@ -42,11 +45,6 @@ def settings_for(
 
 def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
     """Method and budget that a request names; None when it names neither."""
-    for key in extra_args:
-        if key.startswith("kv_") and key not in _KEYS and key not in _OTHERS:
-            near = difflib.get_close_matches(key, _KEYS, 1, 0.8)
-            if near:
-                raise OverrideError("invalid", f"{key!r} is unknown, did you mean {near[0]!r}?")
     if not extra_args.keys() & set(_KEYS):
         return None
     compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
@@ -68,6 +66,17 @@ def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | Non
                 f" {budget!r}; write 1.0 to keep everything",
             )
     return compress, budget
+
+
+def _refuse_others(extra_args: Mapping[str, Any]) -> None:
+    """A key that begins as ours do is one of ours, or vLLM's, or a mistake."""
+    for key in extra_args:
+        plain = key[:_LONGEST].lower().replace("-", "_")
+        if not plain.startswith("kv_") or key in _KEYS or key in _OTHERS:
+            continue
+        near = difflib.get_close_matches(plain, _KEYS, 1, 0.8)
+        hint = f"did you mean {near[0]!r}?" if near else f"a request may set {list(_KEYS)}"
+        raise OverrideError("invalid", f"{plain!r} is unknown; {hint}")
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -84,7 +84,8 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         async_scheduling=asynchronous,
     ) as llm:
         preempted = llm.watch_preemptions()
-        packed = 0
+        packed, ids, pack = 0, set(), llm.compressor.packer.pack
+        llm.compressor.packer.pack = lambda f: (ids.add(f.todo.request_id), pack(f))[1]
         for index in range(40):
             ask = rng.choice([None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}])
             prompt = tokens(rng.randint(20, 700), seed=index)
@@ -103,7 +104,9 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
     again = sum(len(cuts) for cuts in preempted.values())
     assert admitted <= 1  # requests that ended are forgotten
     assert done == planned == packed
-    assert 36 <= sum(skipped.values()) + planned <= 40 + again
+    assert packed - len(ids) <= again  # compressed again after a preemption, nobody else twice
+    # four were aborted, before they were admitted, in the prefill or later
+    assert 36 <= sum(skipped.values()) + len(ids) <= 40
     assert {name for name, count in skipped.items() if count} >= {"off", "short_prompt"}
 
 

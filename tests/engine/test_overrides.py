@@ -149,6 +149,15 @@ def test_without_compression_asking_for_it_is_refused(model):
         assert len(llm.generate([PROMPT], NEW, extra_args={"kv_compress": "off"})[0]) == NEW
 
 
+def test_where_an_operator_switched_it_off_no_client_needs_a_change(model, plain):
+    """A rollback: what was right to ask for yesterday is answered, in full."""
+    asks = [{"kv_compress": "cake"}, {"kv_budget": 0.2}, {"kv_compress": "off", "kv_budget": 0.2}]
+    switched_off = {"kvcompress": {"compress": "off", "allow_override": "off"}}
+    with engine(model, additional_config=switched_off, enable_prefix_caching=False) as llm:
+        for ask in asks:
+            assert llm.generate([PROMPT], NEW, extra_args=ask) == plain[:1]
+
+
 def test_what_comes_past_the_door_is_left_whole(model, plain):
     """A front end that does not check: the engine lives, the request is answered in full."""
     with engine(model, additional_config=settings("cake", 0.3, allow_override="off")) as llm:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import vllm
 
+from checkpoints import make
 from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam, check_all
 from vllm_kvcompress.errors import SeamError
 
@@ -76,6 +77,33 @@ assert {FullAttentionSpec, MambaSpec, SlidingWindowSpec, own.CompressedSpec} <= 
 assert known[own.CompressedSpec].manager_class is own.CompressedManager
 print("fine")
 """
+
+
+LOST = """
+import sys
+sys.modules["vllm.entrypoints.openai.responses.serving"] = None
+import vllm_kvcompress
+vllm_kvcompress.register()
+from vllm.engine.arg_utils import EngineArgs
+from vllm_kvcompress.errors import SeamError
+options = dict(model=sys.argv[1], skip_tokenizer_init=True, max_model_len=512)
+config = EngineArgs(**options).create_engine_config()
+assert config.scheduler_config.scheduler_cls is None
+try:
+    EngineArgs(**options, additional_config={"kvcompress": {"compress": "cake"}})\
+        .create_engine_config()
+except SeamError as e:
+    assert "has no vllm.entrypoints.openai.responses.serving" in str(e), e
+    print("fine")
+"""
+
+
+def test_a_vllm_without_our_doors_is_served_as_it_is_with_compression_off(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, make("llama-gqa", tmp_path)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.strip().endswith("fine"), done.stderr
 
 
 def test_registering_twice_in_a_fresh_process_wraps_once_and_hides_no_builtin_spec():

@@ -37,11 +37,13 @@ class Decision:
         settings: what compresses it; None when it is left whole.
         reason: why it is left whole, one of REASONS; empty when it is compressed.
         final: the request was admitted, so that this will not change.
+        said: for INVALID, what is wrong with what it asks for.
     """
 
     settings: CompressionConfig | None
     reason: str = ""
     final: bool = False
+    said: str = ""
 
 
 class Admissions:
@@ -70,6 +72,16 @@ class Admissions:
             decision = self._decisions[request] = self._decide(request)
         return decision
 
+    def admit(self, request: Request) -> str:
+        """From now on what was decided stays; returns the reason of one that was not final."""
+        decision = self.of(request)
+        if decision.final:
+            return ""
+        decision.final = True
+        if decision.said:
+            logger.warning("request %s is left whole: %s", request.request_id, decision.said)
+        return decision.reason
+
     def of(self, request: Request) -> Decision:
         """What was decided last."""
         found = self._decisions.get(request)
@@ -95,8 +107,7 @@ class Admissions:
         try:
             settings = settings_for(self._engine, params.extra_args if params else None)
         except OverrideError as e:  # it did not come through a door that checks (`api`)
-            logger.warning("request %s is left whole: %s", request.request_id, e)
-            return Decision(None, INVALID)
+            return Decision(None, INVALID, said=str(e))
         if settings is None:
             return Decision(None, OFF)
         if request.num_prompt_tokens < settings.min_prompt:

@@ -8,9 +8,12 @@ where vLLM turns parameters into a request.
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,7 +26,28 @@ from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.overrides import settings_for
 
 _INSTALLED = "_kvcompress_api"
-_settings: WeakKeyDictionary[InputProcessor, CompressionConfig | None] = WeakKeyDictionary()
+HANDLERS = (
+    (OpenAIServingChat, "create_chat_completion"),
+    (OpenAIServingCompletion, "create_completion"),
+    (OpenAIServingResponses, "create_responses"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What an engine's requests may ask for.
+
+    Args:
+        settings: the engine's; None when nothing can be compressed.
+        switched_off: it says so itself. Then requests may ask for what they like, so that no
+            client needs a change when an operator goes back to ``--kv-compress off``.
+    """
+
+    settings: CompressionConfig | None
+    switched_off: bool
+
+
+_policies: WeakKeyDictionary[InputProcessor, _Policy] = WeakKeyDictionary()
 
 
 def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> None:
@@ -38,22 +62,27 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     """
     if not extra_args:
         return
-    if processor not in _settings:
-        _settings[processor] = settings_in(processor.vllm_config.additional_config)
+    if processor not in _policies:
+        config = processor.vllm_config.additional_config
+        settings = settings_in(config)
+        said = isinstance(config, Mapping) and "kvcompress" in config
+        _policies[processor] = _Policy(settings, switched_off=said and settings is None)
+    policy = _policies[processor]
+    if policy.switched_off:
+        return
     try:
-        settings_for(_settings[processor], extra_args)
+        settings_for(policy.settings, extra_args)
     except OverrideError as e:
         count_refusal(e.reason)
         raise VLLMValidationError(str(e), parameter="vllm_xargs") from None
 
 
 def install() -> None:
-    """Wrap the three places where requests enter; safe to call twice."""
+    """Wrap the places where requests enter; safe to call twice."""
     if getattr(InputProcessor, _INSTALLED, False):
         return
     process_inputs = InputProcessor.process_inputs
     generate = AsyncLLM.generate
-    create_responses = OpenAIServingResponses.create_responses
 
     @functools.wraps(process_inputs)
     def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,12 +96,22 @@ def install() -> None:
         check(self.input_processor, getattr(params, "extra_args", None))
         return generate(self, *args, **kwargs)
 
-    @functools.wraps(create_responses)
-    async def responding(self: Any, request: Any, *a: Any, **k: Any) -> Any:
-        check(self.engine_client.input_processor, request.vllm_xargs)
-        return await create_responses(self, request, *a, **k)
-
     InputProcessor.process_inputs = processing
     AsyncLLM.generate = generating
-    OpenAIServingResponses.create_responses = responding
+    for serving, name in HANDLERS:
+        setattr(serving, name, _checking(getattr(serving, name)))
     setattr(InputProcessor, _INSTALLED, True)
+
+
+def _checking(answer: Any) -> Any:
+    """A handler of the server that looks at the request first.
+
+    Responses make their generator within the stream, and beam search drops the extra arguments.
+    """
+
+    @functools.wraps(answer)
+    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self.engine_client.input_processor, request.vllm_xargs)
+        return await answer(self, request, *args, **kwargs)
+
+    return answering

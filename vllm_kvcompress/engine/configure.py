@@ -17,9 +17,9 @@ from vllm.platforms import current_platform
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.refusals import refuse_unsupported
-from vllm_kvcompress.engine.seams import check_all
+from vllm_kvcompress.engine.seams import check, check_all
 from vllm_kvcompress.engine.settings import settings_in
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.published import published
@@ -96,7 +96,14 @@ def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
 
 
 def _install_doors() -> None:
-    """Check what requests ask for, and count, in this process, which takes requests."""
+    """Check what requests ask for, and count, in this process, which takes requests.
+
+    With compression off a vLLM that lacks the doors is served as it is.
+    """
+    try:
+        check("api", "metrics", version=vllm.__version__)
+    except SeamError:
+        return
     from vllm_kvcompress.engine import api, metrics  # not where engines and workers live
 
     api.install()
@@ -115,6 +122,9 @@ def install() -> None:
         with refusing():
             settings = settings_in(self.additional_config)  # before vLLM reads the model
         config = create(self, *args, **kwargs)
+        if settings is not None:
+            with refusing():
+                check_all(vllm.__version__)
         _install_doors()
         if settings is not None:
             with refusing():

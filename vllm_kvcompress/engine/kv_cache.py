@@ -196,11 +196,8 @@ class CompressedManager(FullAttentionManager):
 
     def _admit(self, request_id: str) -> None:
         """From the request's first block on, what was decided about it stays."""
-        decision = self.admissions.of(self._request(request_id))
-        if not decision.final:
-            decision.final = True
-            if decision.reason:
-                self.tally.skipped[decision.reason] += 1
+        if reason := self.admissions.admit(self._request(request_id)):
+            self.tally.skipped[reason] += 1
 
     def _request(self, request_id: str) -> Request:
         if self._requests is None:

@@ -106,6 +106,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "budget": str(settings.budget),
             "window": str(settings.resolved_window if settings.enabled else 0),
             "min_prompt": str(settings.min_prompt),
+            "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),
             "allow_override": ",".join(settings.allow_override),
         }

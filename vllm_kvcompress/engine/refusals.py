@@ -4,6 +4,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -205,6 +206,15 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     return None
 
 
+def _front_end(config: VllmConfig) -> str | None:
+    if envs.VLLM_USE_RUST_FRONTEND:
+        return (
+            "the Rust front end neither checks what requests ask for nor counts; unset"
+            " VLLM_USE_RUST_FRONTEND"
+        )
+    return None
+
+
 REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _platform,
     _backend,
@@ -222,6 +232,7 @@ REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _cascade,
     _cache_dtype,
     _kv_sharing,
+    _front_end,
 )
 
 

@@ -111,6 +111,22 @@ SEAMS = (
         remove_when=_CHECKS,
     ),
     Seam(
+        name="api",
+        target="vllm.entrypoints.openai.chat_completion.serving:"
+        "OpenAIServingChat.create_chat_completion",
+        kind="wrap",
+        params=("request",),
+        remove_when=_CHECKS,
+    ),
+    Seam(
+        name="api",
+        target="vllm.entrypoints.openai.completion.serving:"
+        "OpenAIServingCompletion.create_completion",
+        kind="wrap",
+        params=("request",),
+        remove_when=_CHECKS,
+    ),
+    Seam(
         name="metrics",
         target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
         kind="wrap",
@@ -374,6 +390,13 @@ def check_all(version: str) -> None:
     platform = "cuda" if current_platform.is_cuda() else "cpu"
     for seam in SEAMS:
         if seam.on in ("", platform):
+            seam.check(version)
+
+
+def check(*names: str, version: str) -> None:
+    """Raise SeamError unless this vLLM has the seams of some of our modules."""
+    for seam in SEAMS:
+        if seam.name in names:
             seam.check(version)
 
 
