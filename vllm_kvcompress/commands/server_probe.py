@@ -118,7 +118,11 @@ def _limits(metrics: Metrics, asked: Mapping[str, Any], longest: int) -> Limits:
             "the server exports neither vllm:cache_config_info nor what each layer keeps; is it"
             " of another version than this command?"
         )
-    own = {"compress": info.get("method", "off"), "min_prompt": int(info.get("min_prompt", 1024))}
+    gates = {
+        "min_prompt": int(info.get("min_prompt", 1024)),
+        "min_output": int(info.get("min_output", 2)),
+    }
+    own: dict[str, Any] = {"compress": info.get("method", "off"), **gates}
     if own["compress"] != "off":
         own |= {"budget": info.get("budget", 0.2)}
         own |= {"window": int(info["window"])} if info.get("window") else {}
@@ -129,7 +133,7 @@ def _limits(metrics: Metrics, asked: Mapping[str, Any], longest: int) -> Limits:
             f" of {info.get('allow_override')}"
         )
     if method is not None and method != own["compress"]:
-        own = {"compress": method, "min_prompt": own["min_prompt"]}
+        own = {"compress": method, **gates}
         own |= {"budget": info["budget"]} if "budget" in info else {}
     if budget is not None:
         own["budget"] = budget
