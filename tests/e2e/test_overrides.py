@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
+from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.demo.server import serve
 from vllm_kvcompress.demo.text import long_prompt
+from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.overrides import settings_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -125,6 +128,17 @@ ASKED = st.dictionaries(KEYS, JSON, min_size=1, max_size=3) | st.fixed_dictionar
 )
 
 
+def refused(xargs):
+    """Whether the policy of COMMON refuses what arrives as it was sent."""
+    policy = {"allow_override": "off,snapkv,cake", "budget_bounds": "0.1:0.5,128:1024"}
+    try:
+        settings_for(CompressionConfig.parse({"compress": "cake", **policy}), xargs)
+    except OverrideError:
+        return True
+    # vLLM's own rule for integers of extra arguments
+    return any(type(x) is int and not -(2**63) <= x < 2**64 for x in xargs.values())
+
+
 @settings(
     max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -139,6 +153,8 @@ def test_no_body_is_an_engine_error(server, xargs, endpoint, stream):
         timeout=60,
     )
     assert answer.status_code in (200, 400), (answer.status_code, answer.text)
+    if all(isinstance(value, str | float) or type(value) is int for value in xargs.values()):
+        assert (answer.status_code == 400) is refused(xargs), (xargs, answer.text)
     if answer.status_code == 400:
         assert answer.json()["error"]["message"]
     else:
