@@ -70,9 +70,17 @@ def run(
 
 
 def _over_rows(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the rows, float64 inside: in float32 its order differs between columns, and equal
-    columns must stay equal for their tie to go to the lower position."""
-    return x.sum(1, dtype=torch.float64).float()
+    """Sum ``[heads, w, n]`` over the rows, halves onto each other: every column in one order.
+
+    Equal columns must stay equal for their tie to go to the lower position, and a reduction's order
+    differs between columns. Halves round less than one row after the other, and need no float64.
+    """
+    while (rows := x.shape[1]) > 1:
+        half = x[:, : rows // 2] + x[:, rows // 2 : rows // 2 * 2]
+        if rows % 2:
+            half[:, 0] += x[:, -1]
+        x = half
+    return x[:, 0]
 
 
 def _logits(

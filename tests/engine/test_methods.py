@@ -74,9 +74,8 @@ def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     held = []
     for layer, count in enumerate(pool._num_packed[slot].tolist()):
         pages = pool._packed[slot, layer, :count].long()
-        keys = compressor.packer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
-        values = compressor.packer.values[pages].permute(1, 0, 2, 3).flatten(1, 2)
-        held.append((keys.clone(), values.clone()))
+        keys, values = compressor.packer.read(pages)
+        held.append((keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)))
     return held
 
 
@@ -87,10 +86,9 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     last = llm.manager.req_to_blocks[request.request_id][request.num_prompt_tokens // BLOCK]
     held = []
     for layer in range(len(pool.layer_offset)):
-        page = int(pool.flat_ids(layer, torch.tensor([last.block_id])))
-        held.append(
-            (compressor.packer.keys[page].mT.clone(), compressor.packer.values[page].clone())
-        )
+        page = pool.flat_ids(layer, torch.tensor([last.block_id]))
+        keys, values = compressor.packer.read(page)
+        held.append((keys[0].mT, values[0]))
     return held
 
 

@@ -42,7 +42,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     compressor = PromptCompressor(
         settings,
         pool_on("meta"),
-        kv_layouts.interleaved,
+        kv_layouts.INTERLEAVED,
         scale=0.1,
         num_layers=LAYERS,
         queries=(HEADS, DIM, torch.bfloat16),

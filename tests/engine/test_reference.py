@@ -117,9 +117,10 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
         held = []
         for layer, count in enumerate(counts):
             pages = pool._packed[slot, layer, :count].long()
-            keys = compressor.packer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)
-            values = compressor.packer.values[pages].permute(1, 0, 2, 3).flatten(1, 2)
-            held.append((keys.clone(), values.clone()))
+            keys, values = compressor.packer.read(pages)
+            held.append(
+                (keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2))
+            )
         llm.drain()
 
     shape, whole = SHAPES[name], len(PROMPT) // BLOCK * BLOCK

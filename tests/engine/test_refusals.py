@@ -166,15 +166,6 @@ def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, val
     assert cure in str(refusal.value)
 
 
-def test_a_processor_whose_cache_layout_is_unknown_is_refused(model, monkeypatch):
-    """vLLM's ARM kernels store keys and values in tiles."""
-    from vllm_kvcompress.engine import refusals
-
-    monkeypatch.setattr(refusals.platform, "machine", lambda: "aarch64")
-    with pytest.raises(ConfigError, match=r"x86-64 alone, this is aarch64; serve without"):
-        configure(model)
-
-
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0.0", "0.12.1"])
 def test_an_untested_vllm_is_refused(model, version, monkeypatch):
     import vllm

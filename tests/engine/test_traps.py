@@ -273,10 +273,9 @@ def test_the_adapter_reads_what_vllm_wrote(name, dtype, block, checkpoints_folde
         compressor = llm.compressor
         for index, (key, value) in written.items():
             pages = compressor.pool.flat_ids(index, ids)
-            keys = compressor.packer.keys[pages].permute(0, 3, 1, 2).flatten(0, 1)[: len(PROMPT)]
-            values = (
-                compressor.packer.values[pages].permute(0, 2, 1, 3).flatten(0, 1)[: len(PROMPT)]
-            )
+            keys, values = compressor.packer.read(pages)
+            keys = keys.permute(0, 3, 1, 2).flatten(0, 1)[: len(PROMPT)]
+            values = values.permute(0, 2, 1, 3).flatten(0, 1)[: len(PROMPT)]
             assert torch.equal(keys, key[: len(PROMPT)].view_as(keys))
             assert torch.equal(values, value[: len(PROMPT)].view_as(values))
         assert len(written) == len(layers)

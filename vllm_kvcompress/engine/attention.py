@@ -6,7 +6,7 @@ every layer reads to the batch's metadata, the implementation runs vLLM's attent
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_kvcompress.engine.compressor import PromptCompressor
-from vllm_kvcompress.engine.kv_layouts import PageViews
+from vllm_kvcompress.engine.kv_layouts import Layout
 from vllm_kvcompress.errors import ConfigError, SeamError
 
 Backends = Mapping[AttentionBackendEnum, str]
@@ -55,9 +55,6 @@ class CompressedImpl:
             the model is built, before its weights are read.
     """
 
-    page_views: "ClassVar[staticmethod[[torch.Tensor], PageViews]]"
-    """How K and V lie inside this backend's pages."""
-
     _compressor: PromptCompressor | None = None
     _layer: int
 
@@ -80,6 +77,14 @@ class CompressedImpl:
                 f"--kv-compress cannot serve a model with {' and '.join(found)};"
                 " serve this model without --kv-compress"
             )
+
+    def layout(self, layer: Any) -> Layout:
+        """How K and V lie inside the pages of this layer's cache.
+
+        Args:
+            layer: vLLM's attention layer, whose cache is there.
+        """
+        raise NotImplementedError
 
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
         """Connect the layer to its worker; until then it runs as vLLM's."""

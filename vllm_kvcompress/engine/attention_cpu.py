@@ -22,25 +22,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_kvcompress.engine import kv_layouts
 from vllm_kvcompress.engine.attention import Backends, CompressedBuilder, CompressedImpl
 from vllm_kvcompress.engine.page_pool import PagePool
-from vllm_kvcompress.errors import ConfigError
 
 
 class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
     """Builds per-layer tables and lengths for batches with compressed requests."""
-
-    isa: str
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.isa == "amx":
-            # AMX stores K in tiles; the vector kernels read the layout of `kv_layouts.cpu_attn`
-            self.isa = "vec"
-            self._set_isa_to_layers(self.layer_names)
-        if self.isa not in ("vec", "vec16"):
-            raise ConfigError(
-                f"--kv-compress knows the cache layout of the kernels 'vec' and 'vec16', not of"
-                f" {self.isa!r}; serve without --kv-compress on this machine"
-            )
 
     def build(
         self,
@@ -113,7 +98,25 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
 class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
     """CPU_ATTN's attention."""
 
-    page_views = staticmethod(kv_layouts.cpu_attn)
+    def layout(self, layer: Any) -> kv_layouts.Layout:
+        """That of the kernels which vLLM chose for this processor and dtype, read off them.
+
+        Raises:
+            ConfigError: they store keys and values in no order that can be found.
+        """
+        _, heads, block, width = layer.kv_cache.shape
+
+        def write(keys: torch.Tensor, values: torch.Tensor, page: torch.Tensor) -> None:
+            self.do_kv_cache_update(layer, keys, values, page, torch.arange(block))
+
+        return kv_layouts.find_layout(
+            write,
+            block_size=block,
+            kv_heads=heads,
+            head_dim=width // 2,
+            dtype=layer.kv_cache.dtype,
+            name=layer.isa,
+        )
 
 
 class CompressedCPUBackend(CPUAttentionBackend):

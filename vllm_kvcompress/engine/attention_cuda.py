@@ -108,13 +108,15 @@ class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder
 class CompressedFlashImpl(CompressedImpl, FlashAttentionImpl):
     """FLASH_ATTN's attention."""
 
-    page_views = staticmethod(kv_layouts.interleaved)
+    def layout(self, layer: Any) -> kv_layouts.Layout:
+        return kv_layouts.INTERLEAVED
 
 
 class CompressedTritonImpl(CompressedImpl, TritonAttentionImpl):
     """TRITON_ATTN's attention."""
 
-    page_views = staticmethod(kv_layouts.interleaved)
+    def layout(self, layer: Any) -> kv_layouts.Layout:
+        return kv_layouts.INTERLEAVED
 
 
 class CompressedFlashBackend(FlashAttentionBackend):

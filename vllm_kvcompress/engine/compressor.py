@@ -4,7 +4,7 @@ Per step: `begin_step`, then `begin_batch` from the metadata builder once the ba
 `after_attention` from each layer, and `end_step` after the last one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcompress_kernels import column_sums
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.kv_layouts import PageViews
+from vllm_kvcompress.engine.kv_layouts import Layout, Tiled
 from vllm_kvcompress.engine.packing import Finished, Packer
+from vllm_kvcompress.engine.packing_tiled import TiledPacker
 from vllm_kvcompress.engine.page_pool import PagePool
 from vllm_kvcompress.engine.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
@@ -64,7 +65,7 @@ class PromptCompressor:
     Args:
         settings: the engine's settings, for what they say of the log and for `warm_up`.
         pool: the page pool of this worker's layers.
-        views: reads the pool's pages as keys and values (`kv_layouts`).
+        layout: how keys and values lie in the pool's pages.
         scale: factor on the attention logits.
         num_layers: layers on this worker, L.
         queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
@@ -74,7 +75,7 @@ class PromptCompressor:
         self,
         settings: CompressionConfig,
         pool: PagePool,
-        views: Callable[[torch.Tensor], PageViews],
+        layout: Layout,
         *,
         scale: float,
         num_layers: int,
@@ -84,7 +85,11 @@ class PromptCompressor:
         self.compressed = 0
         self.reports = Reports(log=settings.log_requests)
         self._settings = settings
-        self.packer = Packer(pool, views, scale=scale, num_layers=num_layers)
+        self.packer: Packer
+        if isinstance(layout, Tiled):
+            self.packer = TiledPacker(pool, layout, scale=scale, num_layers=num_layers)
+        else:
+            self.packer = Packer(pool, layout, scale=scale, num_layers=num_layers)
         self._queries = queries
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
@@ -198,7 +203,8 @@ class PromptCompressor:
 
     def _accumulated(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """Column sums ``[Hq, tokens]`` of the prefill so far: a chunk's rows are final."""
-        where, prefill = self.packer.where(layer, span.blocks), span.prefill
+        where = self.packer.where(layer, span.blocks, Reads.COLUMN_SUMS)
+        prefill = span.prefill
         rows = query[span.start : span.stop]
         sums = column_sums(rows, where.key_pages, where.pages, prefill.tokens, where.scale)
         earlier = prefill.sums.get(layer)

@@ -1,13 +1,13 @@
 """From a finished prefill to packed pages: score every layer, choose, move. Nothing syncs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from kvcompress_kernels import merge_evicted, move_kept
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.engine.kv_layouts import PageViews
+from vllm_kvcompress.engine.kv_layouts import PageViews, Strided
 from vllm_kvcompress.engine.page_pool import PagePool
 from vllm_kvcompress.engine.step_plan import Compression
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
@@ -35,14 +35,14 @@ class Finished:
 
 
 class Packer:
-    """Packs prompts within the page pool of one worker.
+    """Packs prompts within the page pool of one worker, whose pages ops read and write themselves.
 
     Prompts are packed one after the other, after the whole forward pass: what one prompt's scores
     take is free again before the next one's are made, however many end in the same step.
 
     Args:
         pool: the page pool of this worker's layers.
-        views: reads the pool's pages as keys and values (`kv_layouts`).
+        layout: how keys and values lie in its pages.
         scale: factor on the attention logits.
         num_layers: layers on this worker, L.
     """
@@ -50,17 +50,21 @@ class Packer:
     def __init__(
         self,
         pool: PagePool,
-        views: Callable[[torch.Tensor], PageViews],
+        layout: Strided,
         *,
         scale: float,
         num_layers: int,
     ) -> None:
         self.pool, self.num_layers = pool, num_layers
-        self.keys, self.values = views(pool.pages)
+        self.keys, self.values = layout.views(pool.pages)
         self._scale = scale
 
-    def where(self, layer: int, blocks: torch.Tensor) -> PagedLayer:
-        """One layer of a prompt in its blocks ``[n]`` int64."""
+    def read(self, pages: torch.Tensor) -> PageViews:
+        """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
+        return self.keys[pages], self.values[pages]
+
+    def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
+        """One layer of a prompt in its blocks ``[n]`` int64, for a method that `reads` of it."""
         return PagedLayer(
             layer=layer,
             key_pages=self.keys,
@@ -85,6 +89,26 @@ class Packer:
         kept = method.select(layers, plan, pages, tail=method.merge)
         del layers
         targets = targets[:, : kept.shape[2] // plan.block_size]
+        self._move(finished, prompt, kept, counts, targets)
+        return pages
+
+    def _move(
+        self,
+        finished: Finished,
+        prompt: torch.Tensor,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Write what is kept to its pages.
+
+        Args:
+            prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
+            kept: ``[L, Hkv, n]`` int32 positions; those of the tail among them if tokens merge.
+            counts: ``[L]`` int32, pages without the tail.
+            targets: ``[L, n // bs]`` int32, where those go.
+        """
+        todo, plan, method = finished.todo, finished.todo.plan, finished.method
         if todo.in_place:
             self._in_place(plan, method, prompt, kept, counts, targets)
         elif method.merge:
@@ -92,7 +116,6 @@ class Packer:
         else:
             cache = self.keys, self.values
             move_kept(*cache, prompt, kept, counts, targets, into=cache)
-        return pages
 
     def observe(self, layer: int, finished: Finished) -> Observed:
         """Score one layer of a prompt (`Method.observe`)."""
@@ -108,7 +131,7 @@ class Packer:
                 )
         if Reads.COLUMN_SUMS in reads:
             sums = finished.sums[layer]
-        return method.observe(self.where(layer, finished.blocks), plan, query, sums)
+        return method.observe(self.where(layer, finished.blocks, reads), plan, query, sums)
 
     def _in_place(
         self,
@@ -158,27 +181,51 @@ class Packer:
             counts: ``[L]`` int32, pages without the tail.
             where: ``[L, n // bs]`` int, where those go, in the key and value pages `into`.
         """
-        size, tail, most = plan.block_size, plan.tail, where.shape[1]
-        own = torch.arange(most, device=counts.device)[None]
+        own = torch.arange(where.shape[1], device=counts.device)[None]
         for layer in range(self.num_layers):
             one = slice(layer, layer + 1)
-            start = counts[one] * size  # of the tail, behind the packed ones
-            held, least = start + tail, plan.floor_pages * size + tail
-            what = prompt[one], plan.tokens, kept[one], held, least
-            slots, last = start + torch.arange(tail, device=start.device), prompt[layer, -1:]
-            pages = []
-            for cache, merged in zip(
-                (self.keys.mT, self.values),
-                merge_evicted(self.keys, self.values, *what),
-                strict=True,
-            ):
-                tokens = merged[0].to(cache.dtype)  # [Hkv, n, D]
-                whole = tokens[:, : most * size].unflatten(1, (most, size))
-                pages.append(whole.transpose(0, 1))
+            cache = self.keys, self.values
+            pages, tail = merged_pages(plan, *cache, prompt[one], kept[one], counts[one])
+            last = prompt[layer, -1:]
+            for part, tokens in zip((self.keys.mT, self.values), tail, strict=True):
                 # the tail's block is the request's own: no hash, no other reader
-                cache[:, :, :tail][last] = tokens[:, slots][None]
+                part[:, :, : plan.tail][last] = tokens[None]
             keys, values = pages
             move_kept(keys.mT, values, own, None, counts[one], where[one], into=into)
+
+
+def merged_pages(
+    plan: PagePlan,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    prompt: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+) -> tuple[PageViews, PageViews]:
+    """What one layer keeps, with the evicted tokens folded in, in the cache's dtype.
+
+    Args:
+        keys, values: pages ``[N, Hkv, D, bs]`` and ``[N, Hkv, bs, D]``.
+        prompt: ``[1, ceil(S / bs)]`` int64, the prompt's pages among them.
+        kept: ``[1, Hkv, n]`` int32, the tail's positions among them.
+        counts: ``[1]`` int32, pages without the tail.
+
+    Returns:
+        Keys and values in ``n // bs`` pages ``[n // bs, Hkv, bs, D]``, of which the first
+        ``counts[0]`` are filled; keys and values of the tail ``[Hkv, tail, D]``.
+    """
+    size, tail, most = plan.block_size, plan.tail, kept.shape[2] // plan.block_size
+    start = counts * size  # of the tail, behind the packed ones
+    held, least = start + tail, plan.floor_pages * size + tail
+    slots = start + torch.arange(tail, device=start.device)
+    pages, tails = [], []
+    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, held, least)
+    for cache, wide in zip((keys, values), merged, strict=True):
+        tokens = wide[0].to(cache.dtype)  # [Hkv, n, D]
+        whole = tokens[:, : most * size].unflatten(1, (most, size))
+        pages.append(whole.transpose(0, 1))
+        tails.append(tokens[:, slots])
+    return (pages[0], pages[1]), (tails[0], tails[1])
 
 
 def _like(pages: torch.Tensor, count: int) -> torch.Tensor:

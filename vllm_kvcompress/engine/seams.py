@@ -274,6 +274,14 @@ SEAMS = (
         on="cpu",
     ),
     Seam(
+        name="attention_cpu",
+        target=f"{_CPU}:CPUAttentionBackendImpl.do_kv_cache_update",
+        kind="wrap",
+        params=("layer", "key", "value", "kv_cache", "slot_mapping"),
+        remove_when="vLLM says how its CPU kernels store keys and values",
+        on="cpu",
+    ),
+    Seam(
         name="worker",
         target="vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
         kind="wrap",

@@ -152,7 +152,7 @@ def bind_compressor(
     compressor = PromptCompressor(
         settings,
         pool,
-        layers[0].impl.page_views,
+        layers[0].impl.layout(layers[0]),
         scale=scales.pop(),
         num_layers=len(layers),
         queries=(layers[0].impl.num_heads, layers[0].impl.head_size, config.model_config.dtype),

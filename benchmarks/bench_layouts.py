@@ -1,0 +1,234 @@
+"""What compressing a prompt costs per layout of the KV cache, side by side, without a model.
+
+    python benchmarks/bench_layouts.py
+
+CPU_ATTN's AMX kernels store tiles; its vector kernels store rows. vLLM's kernel that writes either
+runs on any x86-64, so both are measured on any: one prompt of random keys and values is written
+into two page pools, and the same method compresses it from both, in turns. The positions kept are
+equal, and so is every byte of what is kept. Figures are medians over the turns.
+
+* score: all layers are scored
+* move: what is kept is moved to its pages
+* tokens: the keys and values of the kept tokens read one by one, by views with split axes: what
+  reading and writing whole pages (move) stands against
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from origin import commit, machine
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--method", default="cake")
+    parser.add_argument("--budgets", type=float, nargs="*", default=[0.1, 0.2, 0.5])
+    parser.add_argument("--prompt", type=int, default=6000, help="tokens")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--heads", type=int, nargs=2, default=(9, 3), help="query and KV heads")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+def filled(isa: str, args: argparse.Namespace) -> Any:
+    """A compressor whose pool holds one random prompt, and the kernels' layout."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    from vllm_kvcompress.config import CompressionConfig
+    from vllm_kvcompress.engine.compressor import PromptCompressor
+    from vllm_kvcompress.engine.kv_layouts import find_layout
+    from vllm_kvcompress.engine.page_pool import PagePool
+
+    heads, kv_heads = args.heads
+    blocks = -(-args.prompt // args.block)
+    shape = 2 * blocks + 2, kv_heads, args.block, 2 * args.dim
+
+    def write(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+        halves = pages.view(*pages.shape[:2], 2 * args.block, args.dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(len(keys)), isa)
+
+    layout = find_layout(
+        write,
+        block_size=args.block,
+        kv_heads=kv_heads,
+        head_dim=args.dim,
+        dtype=torch.bfloat16,
+        name=isa,
+    )
+    storage = torch.zeros(args.layers, *shape, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for layer in storage:
+        given = torch.randn(
+            2, blocks * args.block, kv_heads, args.dim, generator=generator
+        ).bfloat16()
+        write(*given, layer)
+    pool = PagePool(
+        list(storage),
+        max_requests=1,
+        max_rows=1,
+        max_blocks=blocks + 1,
+        block_size=args.block,
+    )
+    settings = CompressionConfig.parse({"compress": args.method})
+    compressor = PromptCompressor(
+        settings,
+        pool,
+        layout,
+        scale=args.dim**-0.5,
+        num_layers=args.layers,
+        queries=(heads, args.dim, torch.bfloat16),
+    )
+    return compressor
+
+
+def finished(budget: float, args: argparse.Namespace) -> Any:
+    import torch
+
+    from vllm_kvcompress.config import CompressionConfig
+    from vllm_kvcompress.engine.packing import Finished
+    from vllm_kvcompress.engine.step_plan import Compression
+    from vllm_kvcompress.pipeline import method_of
+    from vllm_kvcompress.plan import page_plan
+    from vllm_kvcompress.policies.base import Reads
+
+    settings = CompressionConfig.parse({"compress": args.method, "budget": budget})
+    plan = page_plan(settings.prompt(args.layers, args.prompt), args.block)
+    if plan is None:
+        raise SystemExit(f"nothing to drop of {args.prompt} tokens at {budget}; lower --budgets")
+    method = method_of(settings)
+    if Reads.COLUMN_SUMS in method.reads:
+        raise SystemExit(f"{args.method} reads the whole attention; choose a method of a window")
+    blocks = -(-args.prompt // args.block)
+    generator = torch.Generator().manual_seed(1)
+    shape = plan.window, args.heads[0], args.dim
+    queries = {
+        layer: torch.randn(shape, generator=generator).bfloat16() for layer in range(args.layers)
+    }
+    todo = Compression(
+        request_id="r",
+        settings=settings,
+        plan=plan,
+        destination=tuple(range(blocks + 1, blocks + 1 + plan.blocks)),
+        in_place=False,
+    )
+    return Finished(todo=todo, method=method, blocks=torch.arange(blocks), queries=queries, sums={})
+
+
+def timed(packer: Any, what: Any) -> tuple[dict[str, float], Any]:
+    """Milliseconds of scoring and of moving, and what was kept."""
+    seconds = {"score": 0.0, "move": 0.0}
+    own = {"score": packer.observe, "move": packer._move}
+
+    def around(name: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return own[name](*given)
+            finally:
+                seconds[name] += time.perf_counter() - start
+
+        return call
+
+    packer.observe, packer._move = around("score"), around("move")
+    start = time.perf_counter()
+    try:
+        packer.pack(what)
+    finally:
+        seconds["all"] = time.perf_counter() - start
+        packer.observe, packer._move = own["score"], own["move"]
+    pool = packer.pool
+    kept = [
+        packer.read(pool._packed[pool._slots["r"], layer, :count].long())
+        for layer, count in enumerate(pool._num_packed[pool._slots["r"]].tolist())
+    ]
+    pool.forget("r")
+    return {name: 1000 * value for name, value in seconds.items()}, kept
+
+
+def token_by_token(compressor: Any, what: Any, args: argparse.Namespace) -> float:
+    """Milliseconds to read the kept tokens of all layers out of AMX tiles, one by one."""
+    import torch
+
+    pages, dim, block = compressor.pool.pages, args.dim, args.block
+    flat = pages.flatten(2)
+    keys = flat[..., : block * dim].unflatten(-1, (block // 16, dim // 2, 16, 2))
+    values = flat[..., block * dim :].unflatten(-1, (dim // 16, block // 2, 16, 2))
+    count = what.todo.plan.pages // args.layers * block
+    generator = torch.Generator().manual_seed(2)
+    kept = torch.randperm(args.prompt, generator=generator)[:count].sort().values
+    head, slot = torch.arange(args.heads[1])[:, None], kept % block
+    start = time.perf_counter()
+    for layer in range(args.layers):
+        page = compressor.pool.flat_ids(layer, what.blocks)[kept // block]
+        keys[page, head, slot // 16, :, slot % 16].flatten(2)
+        values[page, head, :, slot // 2, :, slot % 2].flatten(2)
+    return 1000 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import torch
+
+    torch.set_num_threads(args.threads)
+    compressors = {isa: filled(isa, args) for isa in ("vec", "amx")}
+    rows = {}
+    for budget in args.budgets:
+        what = finished(budget, args)
+        times: dict[str, list[dict[str, float]]] = {isa: [] for isa in compressors}
+        single = []
+        for turn in range(args.turns + 1):
+            kept = {}
+            for isa, compressor in compressors.items():
+                taken, kept[isa] = timed(compressor.packer, what)
+                if turn:  # the first one warms up
+                    times[isa].append(taken)
+            single.append(token_by_token(compressors["amx"], what, args))
+            for ours, theirs in zip(kept["vec"], kept["amx"], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        row: dict[str, Any] = {
+            isa: {
+                name: round(statistics.median(t[name] for t in times[isa]), 2)
+                for name in ("score", "move", "all")
+            }
+            for isa in times
+        }
+        row["tokens"] = round(statistics.median(single[1:]), 2)
+        pairs = zip(times["amx"], times["vec"], strict=True)
+        row["amx_over_vec"] = round(statistics.median(a["all"] / v["all"] for a, v in pairs), 3)
+        rows[str(budget)] = row
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python", "benchmarks/bench_layouts.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "shapes": {
+            "method": args.method,
+            "prompt": args.prompt,
+            "layers": args.layers,
+            "heads": list(args.heads),
+            "dim": args.dim,
+            "block": args.block,
+            "dtype": "bfloat16",
+            "threads": args.threads,
+        },
+        "milliseconds_by_budget": rows,
+    }
+    print(json.dumps(result, indent=2))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""How CPU_ATTN's kernels store keys and values: found, unpacked, packed; an engine on tiles."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from vllm import _custom_ops as ops
+
+from amx_layout import offsets, pretend_amx
+from checkpoints import make, tokens
+from engines import BLOCK, V2, engine, settings
+from vllm_kvcompress.engine.kv_layouts import Strided, Tiled, find_layout, read
+from vllm_kvcompress.engine.packing_tiled import TiledPacker
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.presets import PRESETS
+
+HEADS = 3
+
+
+def kernels(isa: str):
+    """vLLM's own kernel that writes tokens into a page."""
+
+    def write(keys, values, page):
+        _, heads, block, width = page.shape
+        halves = page.view(1, heads, 2 * block, width // 2).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(block), isa)
+
+    return write
+
+
+def by_table(keys_at: torch.Tensor, values_at: torch.Tensor):
+    """A writer that puts element (t, d) where the tables ``[block, D]`` say."""
+
+    def write(keys, values, page):
+        for head, elements in enumerate(page[0].flatten(1)):
+            elements[keys_at], elements[values_at] = keys[:, head], values[:, head]
+
+    return write
+
+
+def found(write, block, dim, dtype=torch.float32):
+    return find_layout(
+        write, block_size=block, kv_heads=HEADS, head_dim=dim, dtype=dtype, name="test"
+    )
+
+
+def comes_back(layout, write, block, dim, dtype) -> None:
+    """What `write` left is read; what is packed lies as `write` would have left it."""
+    given = torch.randn(5, 2, block, HEADS, dim).to(dtype)
+    # pages of a pool have whatever strides the pool's layout gives them
+    pool = torch.full((9, HEADS + 1, block, 2 * dim), torch.nan, dtype=dtype)[:, 1:]
+    where = torch.tensor([7, 0, 3, 8, 4])
+    for (keys, values), page in zip(given, where, strict=True):
+        part = torch.zeros(1, HEADS, block, 2 * dim, dtype=dtype)
+        write(keys, values, part)
+        pool[page] = part[0]
+    keys, values = read(layout, pool, where)
+    assert torch.equal(keys, given[:, 0].permute(0, 2, 3, 1))
+    assert torch.equal(values, given[:, 1].transpose(1, 2))
+    if isinstance(layout, Tiled):
+        at, slot = (torch.randint(n, (HEADS, 41)) for n in (len(where), block))
+        head = torch.arange(HEADS)[:, None]
+        for got, x in zip(layout.tokens(pool, where[at], slot), (keys.mT, values), strict=True):
+            assert torch.equal(got, x[at, head, slot])
+        to = torch.tensor([2, 6, 1, 5])
+        layout.pack(pool, to, keys[1:], values[1:].mT.contiguous().mT)
+        assert torch.equal(pool[to], pool[where[1:]])
+        empty = where[:0]
+        layout.pack(pool, empty, *read(layout, pool, empty))
+        assert not pool.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (96, 96), (512, 128)])
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_vllms_own_kernels(isa, block, dim, dtype):
+    layout = found(kernels(isa), block, dim, dtype)
+    assert isinstance(layout, Tiled if isa == "amx" else Strided)
+    comes_back(layout, kernels(isa), block, dim, dtype)
+
+
+def test_amx_pages_are_the_tiles_of_the_formulas():
+    block, dim, page = 64, 96, torch.zeros(1, 1, 64, 192, dtype=torch.bfloat16)
+    keys, values = torch.randn(2, block, 1, dim, dtype=torch.bfloat16)
+    kernels("amx")(keys, values, page)
+    keys_at, values_at = offsets(block, dim)
+    elements = page.flatten()
+    assert torch.equal(elements[keys_at], keys[:, 0])
+    assert torch.equal(elements[block * dim :][values_at], values[:, 0])
+
+
+@st.composite
+def products(draw):
+    """Digits of t and d of K and V, in any order in memory."""
+    axes = []
+    for axis in ("kt", "kd", "vt", "vd"):
+        lengths = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
+        axes.append([(axis, n) for n in lengths])
+    block, dim = (math.prod(n for _, n in axis) for axis in axes[:2])
+    for i, size in ((2, block), (3, dim)):
+        axes[i] = [("vt" if i == 2 else "vd", size)]
+    orders = [draw(st.permutations(a + b)) for a, b in (axes[:2], axes[2:])]
+    tables = []
+    for start, order in zip((0, block * dim), orders, strict=True):
+        table, step = torch.full((block, dim), start), 1
+        index = {"t": torch.arange(block)[:, None], "d": torch.arange(dim)}
+        for axis, n in order:
+            table = table + index[axis[1]] % n * step
+            index[axis[1]] = index[axis[1]] // n
+            step *= n
+        tables.append(table)
+    return block, dim, tables
+
+
+@given(products(), st.sampled_from([torch.bfloat16, torch.float32]))
+@hypothesis_settings(max_examples=60, derandomize=True, deadline=None)
+def test_any_product_of_digits_is_found(product, dtype):
+    block, dim, tables = product
+    write = by_table(*tables)
+    comes_back(found(write, block, dim, dtype), write, block, dim, dtype)
+
+
+def no_order():
+    places = torch.randperm(32 * 8, generator=torch.Generator().manual_seed(5)).view(2, 16, 8)
+    return by_table(*places)
+
+
+def lost():
+    keys, values = torch.arange(2 * 16 * 8).view(2, 16, 8)
+    return by_table(keys, values // 2 * 2)
+
+
+def heads_that_differ():
+    keys, values = torch.arange(2 * 16 * 8).view(2, 16, 8)
+    same = by_table(keys, values)
+
+    def write(k, v, page):
+        same(k, v, page)
+        page[0, 1] = page[0, 1].roll(1)
+
+    return write
+
+
+def rounded():
+    keys, values = torch.arange(2 * 16 * 8).view(2, 16, 8)
+    same = by_table(keys, values)
+    return lambda k, v, page: same((k * 128).round() / 128, v, page)
+
+
+@pytest.mark.parametrize("writer", [no_order, lost, heads_that_differ, rounded])
+def test_what_has_no_order_is_refused(writer):
+    """Elements that arrive changed too: a scale, a smaller dtype."""
+    with pytest.raises(ConfigError, match=r"how the kernels 'test' store .* page of 16 tokens"):
+        found(writer(), 16, 8)
+
+
+PROMPTS = [tokens(n, seed=n) for n in ((300, 161) if V2 else (700, 333, 161))]
+METHODS = ("cake", "d2o", "h2o", "caote", "chunkkv") if V2 else sorted(set(PRESETS) - {"random"})
+LONGEST = len(PROMPTS[0]) + 8
+POOLS = {
+    "fresh": (METHODS, PROMPTS, 200),
+    "in place": (("cake", "d2o"), PROMPTS[:1], 1 + -(-LONGEST // BLOCK)),  # it just fits
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, monkeypatch):
+    """Every method, chunked, with the prefix cache; in place where the pool holds one prompt."""
+    methods, prompts, blocks = POOLS[pool]
+    answers = {}
+    for kind in ("vectors", "tiles"):
+        if kind == "tiles":
+            pretend_amx(monkeypatch)
+        with engine(
+            make("llama-gqa", checkpoints_folder),
+            blocks=blocks,
+            dtype="bfloat16",
+            additional_config=settings("cake", 0.4, allow_override="all"),
+            max_num_batched_tokens=150,
+            max_num_seqs=4,
+            max_model_len=LONGEST,
+        ) as llm:
+            assert isinstance(llm.compressor.packer, TiledPacker) == (kind == "tiles")
+            moved, move = [], llm.compressor.packer._move
+            llm.compressor.packer._move = lambda finished, *rest, move=move, moved=moved: (
+                moved.append(finished.todo.in_place),
+                move(finished, *rest),
+            )
+            answers[kind] = [
+                llm.generate(prompts, 6, extra_args={"kv_compress": name}) for name in methods
+            ]
+            assert moved == [pool == "in place"] * len(prompts) * len(methods)
+    assert answers["tiles"] == answers["vectors"]
