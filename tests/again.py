@@ -1,38 +1,53 @@
-"""Test files once more, in processes of their own with another environment."""
+"""Test files once more, in a process of their own with another environment."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-Done = subprocess.CompletedProcess[str]
 
 
-@contextmanager
-def runs(files: Sequence[str], environment: Mapping[str, str]) -> Iterator[dict[str, Future[Done]]]:
-    """Start pytest on each file, as many at once as there are cores, with one thread each.
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What one pytest process said of all its files.
 
-    Both kinds that run again are interpreted kernels for the most part: one core's work.
+    Args:
+        passed: by file, tests that passed.
+        ok: whether nothing failed.
+        said: the end of its output.
     """
 
-    def run(file: str) -> Done:
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {file: pool.submit(run, file) for file in files}
+    passed: Mapping[str, int]
+    ok: bool
+    said: str
 
 
-def said(done: Done) -> str:
-    """The end of what pytest said."""
-    return done.stdout[-6000:] + done.stderr[-2000:]
+def run(files: Sequence[str], environment: Mapping[str, str], folder: Path) -> Again:
+    """Run pytest on all files in one process: what they import is imported once.
+
+    With one thread, and nothing beside it: a worker of the suite waits for it, and has one core.
+
+    Args:
+        folder: where its report may lie.
+    """
+    report = folder / "again.xml"
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=15"]
+    done = subprocess.run(
+        [*line, "-o", "junit_family=xunit1", f"--junit-xml={report}", *files],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout[-8000:] + done.stderr[-2000:]
+    passed = dict.fromkeys(files, 0)
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            if not {child.tag for child in case} & {"failure", "error", "skipped"}:
+                passed[case.attrib["file"]] += 1
+    return Again(passed=passed, ok=done.returncode == 0, said=said)

@@ -3,7 +3,9 @@
 Weights are seeded. The tokenizer is the demo model's; ids above the vocabulary never occur.
 """
 
+import json
 import pydoc_data.topics
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ SHAPES = {
     "llama-gqa": Shape(LlamaConfig, 4, 4, 2, 32),
     "llama-mha": Shape(LlamaConfig, 3, 4, 4, 32),
     "llama-mqa": Shape(LlamaConfig, 3, 4, 1, 64),
+    "llama-two-layers": Shape(LlamaConfig, 2, 4, 2, 32),
     "llama-one-layer": Shape(LlamaConfig, 1, 2, 1, 32),
     "llama-d80": Shape(LlamaConfig, 2, 2, 1, 80),  # not a multiple of 32: vLLM's vec16 kernels
     "qwen2": Shape(Qwen2Config, 3, 6, 2, 32),
@@ -36,7 +39,7 @@ SHAPES = {
 }
 
 
-def make(name: str, folder: Path) -> str:
+def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     """Write the checkpoint `name` below `folder` once; return its path."""
     path = folder / name
     if (path / "config.json").exists():
@@ -44,7 +47,7 @@ def make(name: str, folder: Path) -> str:
     shape = SHAPES[name]
     extra = {"sliding_window": None} if shape.config is MistralConfig else {}
     config = shape.config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=shape.heads * shape.head_dim,
         intermediate_size=128,
         num_hidden_layers=shape.layers,
@@ -62,6 +65,19 @@ def make(name: str, folder: Path) -> str:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     return str(path)
+
+
+def talking(folder: Path, speaker: str) -> str:
+    """A random checkpoint of 4 layers that takes and gives text, with `speaker`'s tokenizer.
+
+    For servers of which a test wants no sense: a prompt costs it next to nothing.
+    """
+    vocab = json.loads(Path(speaker, "config.json").read_text())["vocab_size"]
+    path = make("llama-gqa", folder / "talking", vocab)
+    for file in Path(speaker).iterdir():
+        if "token" in file.name or "template" in file.name:
+            shutil.copy(file, path)
+    return path
 
 
 def tokens(count: int, seed: int) -> list[int]:

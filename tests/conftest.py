@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,8 +15,31 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+import tools
+
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
+
+
+# The files that take longest, so that they start first and neither worker is idle at the end.
+LONGEST = (
+    *("deploy/test_image", "engine/test_model_runner_v2", "kernels/test_in_interpreter"),
+    *("engine/test_soak", "e2e/test_faults", "e2e/test_overrides", "cli/test_running_server"),
+    *("e2e/test_server", "deploy/test_prometheus", "e2e/test_serve_methods", "cli/test_doctor"),
+    *("e2e/test_tensor_parallel", "test_h200", "kernels/test_report", "engine/test_features"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    rank = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[[str, str], str]:
+    """Find a command: its path, from its name and the package that has it."""
+    return tools.find
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """The command as it is typed."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make
+from engines import collect_only_what_tests_make
+from vllm_kvcompress.checks import Check, Report
 from vllm_kvcompress.cli import main
+from vllm_kvcompress.commands import child
 
 COMMAND = str(Path(sys.executable).with_name("kvcompress"))
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -78,3 +82,25 @@ def typed(monkeypatch, capsys) -> Callable[..., Typed]:
         return Typed(int(ended.value.code or 0), captured.out, captured.err)
 
     return typing
+
+
+@pytest.fixture
+def examined(typed, monkeypatch) -> Callable[..., Typed]:
+    """Type ``kvcompress doctor`` with its child's checks made in this process as well.
+
+    What is broken in here is broken for them, and vLLM is imported once. That the child is a
+    process, and what becomes of one that ends badly, is shown by the tests that `run` the command.
+    """
+    from vllm_kvcompress.engine import doctor
+
+    def examine(spec, *, tell, timeout_s, verbose=False) -> Report:
+        checks: list[Check] = []
+        kept = doctor.examine(
+            json.loads(json.dumps(spec)), lambda check: (checks.append(check), tell(check))
+        )
+        return Report(checks=checks, kept=kept)
+
+    collect_only_what_tests_make()
+    monkeypatch.setattr(child, "examine", examine)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return typed

@@ -7,7 +7,7 @@ import pytest
 from loopback import exported, server
 from vllm_kvcompress.demo.server import serve
 
-FLAGS = ["--enforce-eager", "--max-model-len", "4096"]
+FLAGS = ["--enforce-eager", "--max-model-len", "4096", "--num-gpu-blocks-override", "65"]
 COMPRESSED = [
     *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake", "--kv-budget", "0.2",
     "--kv-min-prompt", "512", "--kv-allow-override", "cake,snapkv",

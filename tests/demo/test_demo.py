@@ -110,7 +110,11 @@ def test_defaults_fit_the_model():
     assert args.tokens + args.max_tokens < 8192
 
 
-SCRIPT = "import subprocess, sys, time; print({text!r}); subprocess.Popen({child}); time.sleep(60)"
+# A job in the background starts with SIGINT ignored, and hands that on: the server's own would not.
+SCRIPT = (
+    "import signal, subprocess, sys, time; signal.signal(2, signal.default_int_handler);"
+    " print({text!r}); subprocess.Popen({child}); time.sleep(60)"
+)
 
 
 @pytest.fixture

@@ -1,25 +1,18 @@
-"""What the tests of docker/ and deploy/ share: tools that must be there, rendered objects."""
+"""What the tests of docker/ and deploy/ share: rendered objects, and the one installed image."""
 
+import os
 import shutil
-import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from manifests import OVERLAYS, kubectl, render
-
-
-@pytest.fixture(scope="session")
-def tool():
-    """Path of a command; the test fails, and says what to install, when it is missing."""
-
-    def find(name: str, package: str) -> str:
-        found = shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-        if found is None:
-            pytest.fail(f"this test needs the command `{name}`; install {package}")
-        return found
-
-    return find
+from build_context import copy_context
+from dockerfiles import stages
+from image_root import ImageRoot
+from manifests import OVERLAYS, ROOT, kubectl, render
+from tools import missing
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +24,29 @@ def kubectl_binary(tmp_path_factory):
 def rendered(kubectl_binary):
     """Overlay name -> its objects."""
     return {path.name: render(kubectl_binary, path.name) for path in sorted(OVERLAYS.iterdir())}
+
+
+@pytest.fixture(scope="session")
+def image(demo_model, tool) -> Iterator[ImageRoot]:
+    """The CPU image, built by the steps of its Dockerfile: 3.4 GB, so once for all."""
+    if os.geteuid() != 0:
+        missing("this test mounts file systems as a container engine does; run it as root")
+    for name, package in (("unshare", "util-linux"), ("tini", "tini"), ("g++", "g++")):
+        tool(name, f"Debian's package {package}")
+    install, final = stages(ROOT / "docker" / "Dockerfile.cpu")
+    # not below /tmp, which the image has for itself
+    folder = Path(tempfile.mkdtemp(prefix="kvcompress-image-", dir="/var/tmp"))
+    try:
+        root = ImageRoot(folder / "root")
+        copy_context(root.path / "src")
+        root.build(install.run[0])
+        # the machine's packages stand for install-packages.sh: `make test` has run it
+        root.build("/src/docker/make-user.sh")
+        shutil.copy(ROOT / final.copy[1][0], root.path / "opt" / "entrypoint.sh")
+        shutil.rmtree(root.path / "src")
+        shutil.copytree(demo_model, root.path / "models" / "demo")
+        for path in [root.path / "models" / "demo", *(root.path / "models" / "demo").iterdir()]:
+            path.chmod(path.stat().st_mode | 0o555 if path.is_dir() else 0o444)
+        yield root
+    finally:
+        shutil.rmtree(folder)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
+from checkpoints import talking
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.demo.server import serve
 from vllm_kvcompress.demo.text import long_prompt
@@ -23,13 +24,18 @@ COMMON = [
     *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
     *("--kv-compress", "cake", "--kv-budget", "0.2", "--kv-min-prompt", "512"),
     *("--kv-allow-override", "off,snapkv,cake", "--kv-budget-bounds", "0.1:0.5,128:1024"),
-    *("--kv-compress-config", '{"log_requests": true}'),
+    *("--kv-compress-config", '{"log_requests": true}', "--num-gpu-blocks-override", "129"),
 ]
 
 
 @pytest.fixture(scope="module")
-def server(demo_model, tmp_path_factory):
-    with serve(demo_model, COMMON, tmp_path_factory.mktemp("server") / "log") as running:
+def model(demo_model, tmp_path_factory):
+    return talking(tmp_path_factory.mktemp("model"), demo_model)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    with serve(model, COMMON, tmp_path_factory.mktemp("server") / "log") as running:
         yield running
 
 
@@ -175,11 +181,11 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
     assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())
 
 
-def test_two_api_servers_and_two_engines_count_together(demo_model, text, tmp_path):
+def test_two_api_servers_and_two_engines_count_together(model, text, tmp_path):
     """Every request once, under its engine, whichever process was told of it."""
     flags = [*COMMON, "--api-server-count", "2", "--data-parallel-size", "2"]
     asks = [{}, {"kv_compress": "snapkv"}, {"kv_compress": "off"}, {"kv_compress": "h2o"}] * 4
-    with serve(demo_model, flags, tmp_path / "log", deadline_s=600) as server:
+    with serve(model, flags, tmp_path / "log", deadline_s=600) as server:
 
         def ask(item):
             index, xargs = item

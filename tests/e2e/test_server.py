@@ -21,7 +21,7 @@ FLAGS = [
     # in bfloat16 a prompt that is found in the prefix cache rounds to another answer
     *("--dtype", "float32"),
     *("--kv-compress", "cake", "--kv-budget", "0.1", "--kv-min-prompt", "512"),
-    *("--kv-compress-config", '{"log_requests": true}'),
+    *("--kv-compress-config", '{"log_requests": true}', "--num-gpu-blocks-override", "65"),
 ]
 NO_EOS = {"ignore_eos": True}
 
@@ -123,12 +123,11 @@ def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
     ("flags", "message"),
     [
         (["--kv-compress", "caek"], "did you mean 'cake'"),
-        (["--kv-compress", "cake", "--kv-budget", "1.5"], "budget must be a ratio in"),
-        (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
         (["--kv-compress", "cake", "--pipeline-parallel-size", "2"], "must be on one rank"),
     ],
 )
 def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, message):
+    """By vLLM's parser, and by what reads the model; test_refusals types all of them."""
     vllm = str(Path(sys.executable).with_name("vllm"))
     done = subprocess.run(
         [vllm, "serve", demo_model, *flags],

@@ -125,7 +125,8 @@ def test_stop_strings_and_lengths_are_vllms(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(V2, reason="torch.compile does not depend on the model runner")
-def test_a_compiled_model_answers_as_an_eager_one(model):
+def test_a_compiled_model_answers_as_an_eager_one(model, tool):
+    tool("g++", "Debian's package g++")
     with engine(model, additional_config=settings()) as llm:
         eager = llm.generate([PROMPT, PROMPT[:100]], 10)
     with engine(model, additional_config=settings(), enforce_eager=False) as llm:

@@ -1,4 +1,4 @@
-"""These tests again on the Triton kernels, in Triton's interpreter: one process per file."""
+"""These tests again on the Triton kernels, in Triton's interpreter, in one process."""
 
 import os
 
@@ -15,20 +15,13 @@ OPS = sorted(
 FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, "float8", "window_batches")]
 
 
-@pytest.fixture(scope="module")
-def runs():
-    with again.runs(FILES, {"TRITON_INTERPRET": "1"}) as started:
-        yield started
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process is in it already")
-@pytest.mark.parametrize("file", FILES)
-def test_triton_equals_its_contract(file, runs):
-    done = runs[file].result()
-    assert done.returncode == 0, again.said(done)
-    assert " passed" in done.stdout, "no test ran"
+def test_triton_equals_its_contract(tmp_path):
+    done = again.run(FILES, {"TRITON_INTERPRET": "1"}, tmp_path)
+    assert done.ok, done.said
+    assert all(done.passed.values()), f"of some file no test ran: {done.passed}"
 
 
 @pytest.mark.parametrize("file", FILES)
