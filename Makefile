@@ -10,7 +10,7 @@ STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
 PORT ?= 8000
 
-.PHONY: help setup model demo serve test lint kernels-sm90 bench clean
+.PHONY: help setup packages model demo serve test lint kernels-sm90 bench clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -46,9 +46,20 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Debian's packages that tests run: the CPU image's own, and promtool with prometheus. Whoever may not
+# install them is told by the tests that are skipped. RUNLEVEL: no Prometheus is to be started.
+packages:
+	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && \
+	    ! type promtool prometheus tini g++ >/dev/null 2>&1; then \
+	  echo "Installing Debian's packages g++, tini and prometheus ..."; \
+	  RUNLEVEL=1 docker/install-packages.sh prometheus >/dev/null || \
+	    echo "They could not be installed; tests that need one name it." >&2; \
+	fi
+
 # Two workers with a thread each, file by file: most tests keep one core busy.
-test: model lint  ## everything CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: packages model lint  ## everything CI runs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+	  --no-loadscope-reorder --slowest-files 15
 
 kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
 	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     rank = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slowest-files", type=int, default=0, metavar="N", help="show the N slowest files"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds by file: set-up, tests and tear-down together."""
+    spent: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                spent[report.nodeid.partition("::")[0]] += report.duration
+    count = terminalreporter.config.getoption("--slowest-files")
+    if count and spent:
+        terminalreporter.section(f"slowest {count} files")
+        for file, seconds in spent.most_common(count):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")
