@@ -161,6 +161,18 @@ class Engine:
 
 
 @functools.cache
+def inspect_models_here() -> None:
+    """Let vLLM look at a model's class in this process.
+
+    It starts one for each architecture that it has not seen on this machine, lest CUDA be
+    initialised, which is not there.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
+@functools.cache
 def collect_only_what_tests_make() -> None:
     """Keep what was imported out of the garbage collector's sight, for good.
 

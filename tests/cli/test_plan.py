@@ -7,7 +7,7 @@ import pytest
 
 from broken_sites import WITHOUT_VLLM
 from checkpoints import tokens
-from engines import BLOCK, engine, settings
+from engines import BLOCK, engine, inspect_models_here, settings
 from vllm_kvcompress.commands.model_shape import read_config, shape_of, unsupported
 from vllm_kvcompress.commands.plan import ask
 from vllm_kvcompress.engine.footprint import device_bytes
@@ -206,6 +206,7 @@ def test_it_refuses_what_the_engine_refuses_with_its_words(tiny, tmp_path, case)
     import vllm_kvcompress
 
     vllm_kvcompress.register()
+    inspect_models_here()
     config = {**json.loads(Path(tiny, "config.json").read_text()), **REFUSED[case]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as ours:

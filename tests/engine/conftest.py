@@ -2,9 +2,10 @@
 
 import pytest
 
-from engines import prepare_model_runner
+from engines import inspect_models_here, prepare_model_runner
 
 prepare_model_runner()
+inspect_models_here()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from checkpoints import make, tokens
+from checkpoints import make, talking, tokens
 from engines import V2, engine, settings
 
 PROMPT = tokens(400, seed=11)
@@ -15,13 +15,24 @@ def model(checkpoints_folder):
     return make("llama-gqa", checkpoints_folder)
 
 
-def test_trap_20_prompt_logprobs_are_the_full_caches(model):
-    """They are computed in prefill, before anything is dropped."""
+@pytest.fixture(scope="module")
+def logprobs(model):
+    """Uncompressed and compressed, the same prompt with log-probabilities of prompt and answer."""
+
+    def ask(llm):
+        return llm.outputs([PROMPT], 4, prompt_logprobs=1, logprobs=3)[0]
+
     with engine(model) as llm:
-        plain = llm.outputs([PROMPT], 4, prompt_logprobs=1)[0]
-    with engine(model, additional_config=settings()) as llm:
-        ours = llm.outputs([PROMPT], 4, prompt_logprobs=1)[0]
+        plain = ask(llm)
+    with engine(model, additional_config=settings(budget=0.1)) as llm:
+        ours = ask(llm)
         assert llm.compressor.compressed == 1
+    return plain, ours
+
+
+def test_trap_20_prompt_logprobs_are_the_full_caches(logprobs):
+    """They are computed in prefill, before anything is dropped."""
+    plain, ours = logprobs
     assert len(ours.prompt_logprobs) == len(PROMPT)
     for mine, theirs in zip(ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
         assert {k: v.logprob for k, v in mine.items()} == pytest.approx(
@@ -29,11 +40,8 @@ def test_trap_20_prompt_logprobs_are_the_full_caches(model):
         )
 
 
-def test_logprobs_of_the_first_token_are_the_full_caches(model):
-    with engine(model) as llm:
-        plain = llm.outputs([PROMPT], 1, logprobs=3)[0].outputs[0].logprobs[0]
-    with engine(model, additional_config=settings(budget=0.1)) as llm:
-        ours = llm.outputs([PROMPT], 1, logprobs=3)[0].outputs[0].logprobs[0]
+def test_logprobs_of_the_first_token_are_the_full_caches(logprobs):
+    plain, ours = (output.outputs[0].logprobs[0] for output in logprobs)
     assert {k: v.logprob for k, v in ours.items()} == pytest.approx(
         {k: v.logprob for k, v in plain.items()}, abs=1e-5
     )
@@ -91,14 +99,14 @@ def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
 
 
 @pytest.mark.skipif(V2, reason="vLLM's bitmask kernel does not run under Triton's interpreter")
-def test_structured_output_holds_on_a_compressed_prompt(demo_model):
+def test_structured_output_holds_on_a_compressed_prompt(demo_model, checkpoints_folder):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_kvcompress.demo.text import english
 
     with engine(
-        demo_model,
+        talking(checkpoints_folder, demo_model),
         additional_config=settings(budget=0.3),
         skip_tokenizer_init=False,
         max_model_len=1024,
@@ -125,8 +133,9 @@ def test_stop_strings_and_lengths_are_vllms(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(V2, reason="torch.compile does not depend on the model runner")
-def test_a_compiled_model_answers_as_an_eager_one(model, tool):
+def test_a_compiled_model_answers_as_an_eager_one(checkpoints_folder, tool):
     tool("g++", "Debian's package g++")
+    model = make("llama-two-layers", checkpoints_folder)
     with engine(model, additional_config=settings()) as llm:
         eager = llm.generate([PROMPT, PROMPT[:100]], 10)
     with engine(model, additional_config=settings(), enforce_eager=False) as llm:
