@@ -36,7 +36,7 @@ def kubectl(folder: Path) -> Path:
 def render(binary: Path | str, overlay: str) -> list[dict[str, Any]]:
     """All objects of an overlay."""
     done = subprocess.run(
-        [binary, "kustomize", OVERLAYS / overlay], capture_output=True, text=True, timeout=60
+        [binary, "kustomize", OVERLAYS / overlay], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr  # a deprecated field is a warning there

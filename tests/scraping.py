@@ -31,7 +31,7 @@ class Prometheus:
 
     def ask(self, path: str, **parameters: Any) -> Any:
         """``data`` of its answer; raises AssertionError, with its words, if it has an error."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30).json()
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=300).json()
         assert answer["status"] == "success", f"{parameters}: {answer['error']}"
         return answer["data"]
 
@@ -43,7 +43,7 @@ class Prometheus:
     def names(self) -> set[str]:
         return set(self.ask("label/__name__/values"))
 
-    def wait(self, expression: str, deadline_s: float = 30) -> None:
+    def wait(self, expression: str, deadline_s: float = 300) -> None:
         """Until `expression` has a result."""
         end = time.monotonic() + deadline_s
         while not self.query(expression):
@@ -87,11 +87,11 @@ def prometheus(
         yield running
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(300)
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end and process.poll() is None:
         try:
             if httpx.get(f"{url}/-/ready", timeout=2).status_code == 200:

@@ -1,6 +1,7 @@
 """The H200 benchmark's own arithmetic, and its dry run: it has to work the first time."""
 
 import json
+import subprocess
 import sys
 import time
 import warnings
@@ -150,11 +151,22 @@ def test_a_stage_is_stopped_with_all_that_it_started(tmp_path, monkeypatch):
         "time.sleep(99)\n"
     )
     monkeypatch.setattr(h200, "__file__", str(script))
+    wait = subprocess.Popen.wait
+
+    def waiting(process, timeout=None):
+        """As if the time was up as soon as the stage has a child, however slow the machine is."""
+        if timeout is None:
+            return wait(process)
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            time.sleep(0.05)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waiting)
     args = h200.parse_args(["--out", str(tmp_path)])
     with (tmp_path / "log.txt").open("w") as log:
         assert h200.run_stage("speed", args, 5, log) == "stopped after 5 s"
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
-    for _ in range(100):  # it is killed, and may take a moment to be gone
+    for _ in range(3000):  # it is killed, and may take a moment to be gone
         if not child.exists() or child.read_text().split()[2] == "Z":
             break
         time.sleep(0.1)

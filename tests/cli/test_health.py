@@ -1,4 +1,4 @@
-"""``kvcompress health``: what a container's health check sees, and how long it takes to start."""
+"""``kvcompress health``: what a container's health check sees, and what it loads."""
 
 import re
 import subprocess
@@ -76,20 +76,18 @@ def test_a_wrong_address_is_wrong_usage(run):
     assert "--url must be a server's address without a path" in done.stderr
 
 
-def test_it_starts_fast_and_loads_neither_torch_nor_vllm():
-    times = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "vllm_kvcompress.cli", "health", "--url",
-             "http://127.0.0.1:9"],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        lines = [line.split("|") for line in done.stderr.splitlines() if "import time:" in line]
-        modules = {line[2].strip() for line in lines[1:]}
-        assert "vllm_kvcompress.commands.health" in modules
-        assert not {m for m in modules if re.match(r"(torch|vllm|numpy)(\.|$)", m)}
-        times.append(sum(int(line[0].split(":")[1]) for line in lines[1:]) / 1e6)
-    assert min(times) < 0.5
+def test_it_loads_neither_torch_nor_vllm_nor_much_else():
+    """A health check runs every few seconds: what it costs is what it imports."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "vllm_kvcompress.cli", "health", "--url",
+         "http://127.0.0.1:9"],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    lines = [line.split("|") for line in done.stderr.splitlines() if "import time:" in line]
+    modules = {line[2].strip() for line in lines[1:]}
+    assert "vllm_kvcompress.commands.health" in modules
+    assert not {m for m in modules if re.match(r"(torch|vllm|numpy|rich|httpx)(\.|$)", m)}
+    assert len(modules) < 400  # torch is two thousand more
 
 
 def test_a_metrics_page_is_read():

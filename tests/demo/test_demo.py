@@ -149,7 +149,7 @@ def test_server_that_ends_at_once_shows_the_end_of_its_log(stub, tmp_path):
     stub("no such model", hang=False)
     with (
         pytest.raises(RuntimeError, match=r"the server ended.*\n.*no such model"),
-        server.serve("m", [], tmp_path / "log", deadline_s=30),
+        server.serve("m", [], tmp_path / "log", deadline_s=300),
     ):
         pass
 
@@ -169,7 +169,7 @@ def test_server_that_is_never_healthy_is_killed_with_its_children(stub, tmp_path
         server.serve("m", [], log, deadline_s=2),
     ):
         pass
-    end = time.monotonic() + 5
+    end = time.monotonic() + 300
     while group_lives(log) and time.monotonic() < end:
         time.sleep(0.1)
     assert not group_lives(log)

@@ -22,7 +22,7 @@ def promtool(tool, tmp_path):
 
     def run(*arguments):
         return subprocess.run(
-            [command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+            [command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
 
     return run

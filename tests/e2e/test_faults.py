@@ -41,7 +41,7 @@ def asking(text, tokens, **more):
 def streaming(server, text, tokens, **more):
     """Events of one streamed completion, as they come."""
     sent = asking(text, tokens, stream=True, **more)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=120) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=600) as answer:
 
         def events():
             for line in answer.iter_lines():
@@ -65,7 +65,7 @@ def listen(server, text, tokens, **more):
         return type(e).__name__
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -175,11 +175,11 @@ def test_a_hostile_body_is_the_clients_error(server, kind):
         f"{server.url}/v1/completions",
         content=HOSTILE[kind],
         headers={"content-type": "application/json"},
-        timeout=20,
+        timeout=120,
     )
     assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:300])
     assert len(answer.text) < 500_000
-    assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=120).status_code == 200
 
 
 def test_sigterm_lets_running_answers_finish(server, text):
@@ -187,10 +187,10 @@ def test_sigterm_lets_running_answers_finish(server, text):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         before = server.metric("vllm:kv_compress_requests_total")
         ends = [pool.submit(listen, server, f"{i} {text}", 60) for i in range(3)]
-        wait_for(lambda: server.metric("vllm:kv_compress_requests_total") > before, 120)
+        wait_for(lambda: server.metric("vllm:kv_compress_requests_total") > before)
         server.process.send_signal(signal.SIGTERM)
-        assert [end.result(timeout=120) for end in ends] == ["length"] * 3
-    assert server.process.wait(60) == 0
+        assert [end.result(timeout=600) for end in ends] == ["length"] * 3
+    assert server.process.wait(300) == 0
 
 
 def test_a_killed_engine_is_an_error_for_everyone_at_once(demo_model, text, tmp_path):
@@ -198,11 +198,11 @@ def test_a_killed_engine_is_an_error_for_everyone_at_once(demo_model, text, tmp_
     with serve(demo_model, FLAGS, tmp_path / "log") as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             ends = [pool.submit(listen, server, f"{i} {text}", 200) for i in range(6)]
-            wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= 2, 120)
+            wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= 2)
             engine_of(server).send_signal(signal.SIGKILL)
             killed = time.monotonic()
-            reasons = [end.result(timeout=60) for end in ends]
+            reasons = [end.result(timeout=300) for end in ends]
             heard_s = time.monotonic() - killed
-        assert server.process.wait(60) is not None
+        assert server.process.wait(300) is not None
         print(f"all clients knew after {heard_s:.1f} s: {sorted(set(reasons))}")  # noqa: T201
     assert not DONE & set(reasons), reasons

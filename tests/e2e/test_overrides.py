@@ -156,7 +156,7 @@ def test_no_body_is_an_engine_error(server, xargs, endpoint, stream):
         f"{server.url}/v1/{endpoint}",
         content=data,
         headers={"content-type": "application/json"},
-        timeout=60,
+        timeout=300,
     )
     assert answer.status_code in (200, 400), (answer.status_code, answer.text)
     if all(isinstance(value, str | float) or type(value) is int for value in xargs.values()):
@@ -172,7 +172,7 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
         model="demo", prompt=text, max_tokens=4, extra_body={"ignore_eos": True}
     )
     assert answer.usage.completion_tokens == 4
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
         time.sleep(0.1)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
@@ -196,7 +196,7 @@ def test_two_api_servers_and_two_engines_count_together(model, text, tmp_path):
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             codes = list(pool.map(ask, enumerate(asks)))
         assert codes == [200, 200, 200, 400] * 4
-        end = time.monotonic() + 10
+        end = time.monotonic() + 300
         name = "vllm:kv_compress_requests_total"
         while server.metric(name) < 8 and time.monotonic() < end:
             time.sleep(0.1)
@@ -205,7 +205,7 @@ def test_two_api_servers_and_two_engines_count_together(model, text, tmp_path):
         assert server.metric("vllm:kv_compress_skipped_requests_total") == 4
         assert server.metric("vllm:kv_compress_refused_requests_total") == 4
         assert server.metric("vllm:kv_compress_info") == 2
-        lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
         for engine in "01":
             mine = [x for x in lines if x.startswith(name) and f'engine="{engine}"' in x]
             assert sum(float(line.rpartition(" ")[2]) for line in mine) > 0

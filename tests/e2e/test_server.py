@@ -107,7 +107,7 @@ def test_metrics_show_the_memory_come_back(server, client, text):
     full = 1500 // 128
     assert 0 < max(held) <= full // 2
     assert server.metric("vllm:num_preemptions_total") == 0
-    end = time.monotonic() + 10  # the gauge follows the engine's next report
+    end = time.monotonic() + 300  # the gauge follows the engine's next report
     while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
         time.sleep(0.1)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
@@ -133,7 +133,7 @@ def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, 
         [vllm, "serve", demo_model, *flags],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, **ENVIRONMENT},
         check=False,
     )

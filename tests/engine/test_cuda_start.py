@@ -168,7 +168,7 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=600,
     )
     line = next((x for x in done.stdout.splitlines() if x.startswith("DECIDED ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-3000:]

@@ -101,13 +101,13 @@ except SeamError as e:
 def test_a_vllm_without_our_doors_is_served_as_it_is_with_compression_off(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LOST, make("llama-gqa", tmp_path)],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.stdout.strip().endswith("fine"), done.stderr
 
 
 def test_registering_twice_in_a_fresh_process_wraps_once_and_hides_no_builtin_spec():
     done = subprocess.run(
-        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.stdout.strip().endswith("fine"), done.stderr
