@@ -173,14 +173,19 @@ def inspect_models_here() -> None:
 
 
 @functools.cache
-def collect_only_what_tests_make() -> None:
-    """Keep what was imported out of the garbage collector's sight, for good.
+def spare_repetitions() -> None:
+    """What vLLM does at each start of an engine is done once in this process, which starts many.
 
-    vLLM collects eight times while an engine starts and ends, and unfreezes the heap at its end:
-    each is a walk over a million objects of torch and vLLM that are never garbage.
+    It collects garbage eight times while an engine starts and ends, and unfreezes the heap: each is
+    a walk over a million objects of torch and vLLM that are never garbage. They stay frozen. On a
+    CPU it also looks for kernels to replace in all modules, and would find its replacements.
     """
+    from vllm.platforms.cpu import CpuPlatform
+
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
 @contextmanager
@@ -209,4 +214,4 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        collect_only_what_tests_make()
+        spare_repetitions()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make
-from engines import collect_only_what_tests_make
+from engines import spare_repetitions
 from vllm_kvcompress.checks import Check, Report
 from vllm_kvcompress.cli import main
 from vllm_kvcompress.commands import child
@@ -100,7 +100,7 @@ def examined(typed, monkeypatch) -> Callable[..., Typed]:
         )
         return Report(checks=checks, kept=kept)
 
-    collect_only_what_tests_make()
+    spare_repetitions()
     monkeypatch.setattr(child, "examine", examine)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return typed
