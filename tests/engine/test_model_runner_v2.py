@@ -20,7 +20,7 @@ FILES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
 @pytest.mark.skipif(V2, reason="this process is on it already")
 def test_on_model_runner_v2(tmp_path):
     done = again.run(FILES, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, tmp_path)

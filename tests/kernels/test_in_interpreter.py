@@ -16,7 +16,7 @@ FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, "float8", "window_ba
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process is in it already")
 def test_triton_equals_its_contract(tmp_path):
     done = again.run(FILES, {"TRITON_INTERPRET": "1"}, tmp_path)
