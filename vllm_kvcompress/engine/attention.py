@@ -16,6 +16,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm_kvcompress.engine.compressor import PromptCompressor
 from vllm_kvcompress.engine.kv_layouts import Layout
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.model_traits import PLAIN_CACHES, Traits, unsupported
 
 Backends = Mapping[AttentionBackendEnum, str]
 
@@ -77,6 +78,11 @@ class CompressedImpl:
                 f"--kv-compress cannot serve a model with {' and '.join(found)};"
                 " serve this model without --kv-compress"
             )
+        # vLLM gives a layer its own dtype where a checkpoint's quantisation says so
+        stored = given.get("kv_cache_dtype", "auto")
+        if stored not in PLAIN_CACHES:
+            model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
+            raise ConfigError(f"--kv-compress: {unsupported(model)}")
 
     def layout(self, layer: Any) -> Layout:
         """How K and V lie inside the pages of this layer's cache.
@@ -112,6 +118,11 @@ class CompressedImpl:
         if compressor is not None and compressor.watching:
             compressor.after_attention(self._layer, query)
         return result
+
+
+def _default_dtype() -> str:
+    """What vLLM sets to the model's own dtype while it builds the model."""
+    return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 @contextmanager

@@ -58,6 +58,10 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
             f"--kv-compress brings its own scheduler, got {scheduler.scheduler_cls};"
             " remove --scheduler-cls"
         )
+    if current_platform.is_cuda():
+        from vllm_kvcompress.engine.backend_choice import choose_backend  # loads backends
+
+        choose_backend(config)
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
     if settings.model is None:

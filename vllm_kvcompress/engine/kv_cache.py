@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
@@ -31,6 +32,9 @@ from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,12 @@ def compressed_specs(
             raise ConfigError(
                 "--kv-compress needs full attention in every layer, but"
                 f" {name} is {_describe(spec)}; serve this model without --kv-compress"
+            )
+        if spec.dtype not in _FLOATS or spec.head_size_v != spec.head_size:
+            raise ConfigError(
+                "--kv-compress needs unquantised keys and values of one size, but"
+                f" {name} keeps {spec.head_size} and {spec.head_size_v} of {spec.dtype}; serve"
+                " this model without --kv-compress"
             )
         if spec != first:
             raise ConfigError(

@@ -1,6 +1,8 @@
 """What compression cannot work with, each refused in one sentence before the model loads."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vllm import envs
@@ -9,31 +11,13 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.model_traits import Traits, traits_of, unsupported
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-_WITHOUT = "serve this model without --kv-compress"
-
-# Architectures whose attention adds ALiBi, or may by their config.
-_ALIBI_MODEL_TYPES = frozenset({"bloom", "mpt", "jais"})
-_ALIBI_ARCHITECTURES = frozenset({"BaichuanForCausalLM"})
-
-
-def _alibi(config: VllmConfig) -> str | None:
-    hf = config.model_config.hf_text_config
-    attn = getattr(hf, "attn_config", None)
-    in_attn = attn.get("alibi") if isinstance(attn, dict) else getattr(attn, "alibi", None)
-    named = getattr(hf, "model_type", None) in _ALIBI_MODEL_TYPES and in_attn is not False
-    baichuan13 = (
-        set(getattr(hf, "architectures", None) or ()) & _ALIBI_ARCHITECTURES
-        and getattr(hf, "hidden_size", 0) != 4096
-    )
-    position = getattr(hf, "position_embedding_type", None) == "alibi"
-    known = getattr(config.model_config, "uses_alibi", False)
-    if known or getattr(hf, "alibi", False) or in_attn or named or baichuan13 or position:
-        return (
-            f"ALiBi needs every token at its true position, which a packed page has not; {_WITHOUT}"
-        )
-    return None
+_RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+# what carries a step from the scheduler to the workers
+_STEP_PATH = ("_init_executor", "collective_rpc", "execute_model", "sample_tokens")
+_MP = "set --distributed-executor-backend mp"
 
 
 def _platform(config: VllmConfig) -> str | None:
@@ -45,57 +29,69 @@ def _platform(config: VllmConfig) -> str | None:
             f" {current_platform.device_name}; serve without --kv-compress on this machine"
         )
     if not config.use_v2_model_runner:
-        return (
-            "on CUDA it runs on Model Runner V2 alone; unset VLLM_USE_V2_MODEL_RUNNER, and see in"
-            " vLLM's log which option made it take V1"
-        )
+        cure = f"unset {_RUNNER_SWITCH}"
+        if _RUNNER_SWITCH not in os.environ:
+            cure = "remove the option that vLLM's log says V2 does not support yet"
+        return f"on CUDA it runs on Model Runner V2 alone; {cure}"
     return None
 
 
 def _backend(config: VllmConfig) -> str | None:
-    chosen = config.attention_config.backend
-    if current_platform.is_cuda() and chosen is not None and chosen.name not in CUDA_BACKENDS:
+    if not current_platform.is_cuda():
+        return None
+    attention = config.attention_config
+    per_kind = getattr(attention, "backend_per_kind", None) or {}
+    for flag, chosen in (
+        ("--attention-config.backend_per_kind", per_kind.get("full_attention")),
+        ("--attention-backend", None if "full_attention" in per_kind else attention.backend),
+    ):
+        if chosen is not None and chosen.name not in CUDA_BACKENDS:
+            cure = f"pass --attention-backend {CUDA_BACKENDS[0]}"
+            if per_kind:
+                cure = f"remove {flag} and {cure}"
+            return (
+                f"the attention backend must be one of {list(CUDA_BACKENDS)}, got {chosen.name};"
+                f" {cure}"
+            )
+    return None
+
+
+def _causal(config: VllmConfig) -> str | None:
+    if getattr(config.attention_config, "use_non_causal", False):
         return (
-            f"the attention backend must be one of {list(CUDA_BACKENDS)}, got {chosen.name};"
-            f" pass --attention-backend {CUDA_BACKENDS[0]}"
+            "every token must attend to those before it alone; remove"
+            " --attention-config.use_non_causal"
         )
     return None
 
 
-def _mla(config: VllmConfig) -> str | None:
-    if config.model_config.use_mla:
-        return f"MLA models keep one latent per token instead of keys and values; {_WITHOUT}"
-    return None
-
-
-def _full_attention(config: VllmConfig) -> str | None:
+def model_traits(config: VllmConfig) -> Traits:
+    """What the model's config.json tells, and what vLLM made of it and of its own flags."""
     model = config.model_config
-    hf = model.hf_text_config
-    types = set(getattr(hf, "layer_types", None) or ())
-    if model.runner_type != "generate":
-        return f"only generating models decode, this one is for {model.runner_type}; {_WITHOUT}"
-    if getattr(model, "is_diffusion", False):
-        return f"diffusion models take tokens back after they were counted; {_WITHOUT}"
-    if getattr(model, "is_encoder_decoder", False):
-        return f"encoder-decoder models are not supported; {_WITHOUT}"
-    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
-        return f"every layer must be full attention, this model has state-space layers; {_WITHOUT}"
-    if types - {"full_attention"}:
-        return f"every layer must be full attention, this model has {sorted(types)}; {_WITHOUT}"
+    told = traits_of(model.hf_config.to_dict(), model.hf_text_config.to_dict())
     window = model.get_sliding_window()
-    if window is not None:
-        return (
-            f"every layer must be full attention, this model has a sliding window of {window};"
-            f" {_WITHOUT}, or pass --disable-sliding-window for prompts shorter than it"
-        )
-    return None
+    declared = told.declared_cache
+    if getattr(config.quant_config, "kv_cache_scheme", None):
+        declared = declared or "fp8"  # what every attention layer turns "auto" into
+    return replace(
+        told,
+        latent=told.latent or model.use_mla,
+        alibi=told.alibi or bool(getattr(model, "uses_alibi", False)),
+        runner=model.runner_type,
+        diffusion=told.diffusion or bool(getattr(model, "is_diffusion", False)),
+        encoder_decoder=told.encoder_decoder or model.is_encoder_decoder,
+        state_space=told.state_space or model.is_hybrid or model.is_attention_free,
+        uneven=told.uneven or model.has_noops,
+        window=told.window if window is None else window,
+        looks_ahead=told.looks_ahead or bool(getattr(model, "is_mm_prefix_lm", False)),
+        dtype=str(model.dtype).removeprefix("torch."),
+        declared_cache=declared,
+        cache=config.cache_config.cache_dtype,
+    )
 
 
-def _soft_cap(config: VllmConfig) -> str | None:
-    cap = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
-    if cap:
-        return f"scores are taken before the soft cap of {cap} on this model's logits; {_WITHOUT}"
-    return None
+def _model(config: VllmConfig) -> str | None:
+    return unsupported(model_traits(config))
 
 
 def _kv_connector(config: VllmConfig) -> str | None:
@@ -129,11 +125,61 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
 
 
 def _executor(config: VllmConfig) -> str | None:
-    backend = config.parallel_config.distributed_executor_backend
-    if backend in ("ray", "external_launcher"):
+    """vLLM takes a name, a class or an import path: what counts is the class that comes out."""
+    # imported where compression is asked for: vLLM itself loads them late
+    from vllm.v1.executor import Executor
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    parallel = config.parallel_config
+    if getattr(parallel, "data_parallel_backend", "mp") == "ray":
         return (
-            "every step must go through the worker, and this executor calls the model runner"
-            f" itself; set --distributed-executor-backend mp, got {backend}"
+            "data-parallel ranks as Ray actors are not tested; set --data-parallel-backend mp, got"
+            " ray"
+        )
+    executor = Executor.get_class(config)
+    if executor.uses_ray:
+        if executor.__name__ == "RayDistributedExecutor":
+            return (
+                "every step must go through the worker, and Ray's older executor calls the model"
+                f" runner itself; {_MP}, got {executor.__name__}"
+            )
+        return f"Ray's executor is not tested; {_MP}, got {executor.__name__}"
+    if issubclass(executor, ExecutorWithExternalLauncher):
+        return (
+            "ranks that an external launcher starts schedule on their own, which is not tested;"
+            f" start one process and {_MP}, got {executor.__name__}"
+        )
+    known = next((cls for cls in (MultiprocExecutor, UniProcExecutor) if issubclass(executor, cls)),
+                 None)  # fmt: skip
+    if known is None:
+        return (
+            "every step must go through the worker, which is known of vLLM's own executors alone;"
+            f" {_MP}, got {executor.__qualname__}"
+        )
+    own = [name for name in _STEP_PATH if getattr(executor, name) is not getattr(known, name)]
+    if own:
+        return (
+            f"every step must go through the worker, and {executor.__qualname__} has its own"
+            f" {' and '.join(own)}; {_MP}, or inherit them from {known.__name__}"
+        )
+    return None
+
+
+def _elastic_experts(config: VllmConfig) -> str | None:
+    if getattr(config.parallel_config, "enable_elastic_ep", False):
+        return "ranks must not come and go while requests run; remove --enable-elastic-ep"
+    return None
+
+
+def _routed_experts(config: VllmConfig) -> str | None:
+    aux = getattr(config, "aux_output_config", None)
+    if getattr(aux, "enable_return_routed_experts", False) or getattr(
+        config.model_config, "enable_return_routed_experts", False
+    ):
+        return (
+            "the experts of a token are looked up by its KV block, and a compressed prompt has"
+            " given its blocks back; remove --enable-return-routed-experts"
         )
     return None
 
@@ -158,7 +204,9 @@ def _speculative(config: VllmConfig) -> str | None:
     if config.speculative_config is not None:
         return (
             "speculative decoding with a draft model rolls back tokens that compression has"
-            " already counted, and other speculation is untested; remove --speculative-config"
+            " already counted, and other speculation is untested; remove --speculative-config and"
+            f" the --spec- flags, and name {config.model_config.model} itself as the model, not a"
+            " speculator for it"
         )
     return None
 
@@ -172,17 +220,7 @@ def _cascade(config: VllmConfig) -> str | None:
     return None
 
 
-def _cache_dtype(config: VllmConfig) -> str | None:
-    dtype = config.cache_config.cache_dtype
-    if dtype not in {"auto", "float16", "bfloat16", "float32"}:
-        return f"quantised KV caches are not supported yet; set --kv-cache-dtype auto, got {dtype}"
-    return None
-
-
 def _kv_sharing(config: VllmConfig) -> str | None:
-    shared = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0)
-    if shared:
-        return f"layers must not share KV caches, and {shared} of this model do; {_WITHOUT}"
     if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
         return "layers must not share KV caches; remove --kv-sharing-fast-prefill"
     return None
@@ -211,19 +249,18 @@ def _front_end(config: VllmConfig) -> str | None:
 REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _platform,
     _backend,
-    _mla,
-    _alibi,
-    _full_attention,
-    _soft_cap,
+    _causal,
+    _model,
     _kv_connector,
     _context_parallel,
     _pipeline_parallel,
     _executor,
+    _elastic_experts,
     _fault_tolerance,
     _microbatches,
     _speculative,
     _cascade,
-    _cache_dtype,
+    _routed_experts,
     _kv_sharing,
     _front_end,
 )

@@ -89,6 +89,38 @@ SEAMS = (
         params=(),
         remove_when="vLLM calls plugins with the finished VllmConfig",
     ),
+    *(
+        Seam(
+            name="refusals",
+            target=target,
+            kind="wrap",
+            params=params,
+            remove_when="vLLM says which executors send every step through the worker",
+        )
+        for target, params in (
+            ("vllm.v1.executor:Executor.get_class", ("vllm_config",)),
+            ("vllm.v1.executor:Executor.uses_ray", ()),
+            ("vllm.v1.executor.multiproc_executor:MultiprocExecutor", ()),
+            ("vllm.v1.executor.uniproc_executor:UniProcExecutor", ()),
+            ("vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher", ()),
+        )
+    ),
+    Seam(
+        name="backend_choice",
+        target="vllm.v1.attention.selector:get_attn_backend",
+        kind="wrap",
+        params=("head_size", "dtype", "kv_cache_dtype"),
+        remove_when="a plugin may say which attention backends it works with",
+        on="cuda",
+    ),
+    Seam(
+        name="backend_choice",
+        target="vllm.config:set_current_vllm_config",
+        kind="wrap",
+        params=("vllm_config",),
+        remove_when="a plugin may say which attention backends it works with",
+        on="cuda",
+    ),
     Seam(
         name="api",
         target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
