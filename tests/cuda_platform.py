@@ -1,7 +1,7 @@
-"""Pretend, in a process of its own, that vLLM's CPU build sits on an H200.
+"""Pretend, in a process of its own, that vLLM's CPU build sits on a GPU.
 
 Its Python files are those of the CUDA build but for the compiled extensions, so everything up to
-the first call into a device is what CUDA decides. Run: ``python cuda_platform.py MODEL``.
+the first call into a device is what CUDA decides. Run: ``python cuda_platform.py MODEL H200``.
 """
 
 import json
@@ -9,9 +9,13 @@ import os
 import sys
 from types import ModuleType, SimpleNamespace
 
+# name: compute capability, memory in GiB, multiprocessors
+GPUS = {"H200": ((9, 0), 141, 132), "B200": ((10, 0), 180, 148)}
 
-def pretend() -> None:
+
+def pretend(gpu: str) -> None:
     """Before anything of vLLM is imported."""
+    capability, memory, units = GPUS[gpu]
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
 
@@ -24,13 +28,13 @@ def pretend() -> None:
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
 
-    class H200(cuda.NonNvmlCudaPlatform):
-        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
-        get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
-        get_device_total_memory = classmethod(lambda cls, device_id=0: 141 * 2**30)
-        num_compute_units = classmethod(lambda cls, device_id=0: 132)
+    class Pretended(cuda.NonNvmlCudaPlatform):
+        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*capability))
+        get_device_name = classmethod(lambda cls, device_id=0: f"NVIDIA {gpu}")
+        get_device_total_memory = classmethod(lambda cls, device_id=0: memory * 2**30)
+        num_compute_units = classmethod(lambda cls, device_id=0: units)
 
-    vllm.platforms._current_platform = H200()
+    vllm.platforms._current_platform = Pretended()
     import vllm._custom_ops as ops
 
     for name in dir(ops):
@@ -42,6 +46,9 @@ def decide(model: str) -> dict[str, object]:
     """What the plugin and vLLM make of a model on this platform."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.platforms.cuda import _get_backend_priorities
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.v1.attention.selector import get_attn_backend
@@ -52,7 +59,9 @@ def decide(model: str) -> dict[str, object]:
         model=model,
         skip_tokenizer_init=True,
         additional_config={"kvcompress": {"compress": "cake", "budget": 0.1}},
-    ).create_engine_config()
+    ).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    capability = current_platform.get_device_capability()
+    first = _get_backend_priorities(use_mla=False, device_capability=capability)[0]
     worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)
     with override_backends(worker.backends), set_current_vllm_config(config):
         backend = get_attn_backend(64, config.model_config.dtype, None)
@@ -63,11 +72,14 @@ def decide(model: str) -> dict[str, object]:
         "graphs": config.compilation_config.cudagraph_mode.name,
         "compiled": config.compilation_config.mode.name,
         "flash_attention": get_flash_attn_version(),
+        "first_of_vllm": first.name,
+        "chosen": config.attention_config.backend.name,
         "backend": backend.__qualname__,
         "impl": backend.get_impl_cls().__qualname__,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
     }
 
 
 if __name__ == "__main__":
-    pretend()
+    pretend(sys.argv[2])
     sys.stdout.write(f"DECIDED {json.dumps(decide(sys.argv[1]))}\n")

@@ -28,6 +28,8 @@ LEAST = typer.Option("--kv-min-prompt", metavar="TOKENS", help="As vllm serve ta
 EVERYTHING = typer.Option(
     "--kv-compress-config", metavar="JSON", help="Every other setting, as vllm serve takes it."
 )
+OVERRIDES = typer.Option("--kv-allow-override", metavar="METHODS", help="As vllm serve takes it.")
+BOUNDS = typer.Option("--kv-budget-bounds", metavar="MIN:MAX", help="As vllm serve takes it.")
 AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
 URL = typer.Option("--url", metavar="URL", help="A running server, such as http://127.0.0.1:8000.")
 KEY = typer.Option("--api-key", envvar="VLLM_API_KEY", help="The server's, where it wants one.")
@@ -43,6 +45,8 @@ def plan(
     window: Annotated[int | None, WINDOW] = None,
     least: Annotated[int | None, LEAST] = None,
     everything: Annotated[str | None, EVERYTHING] = None,
+    overrides: Annotated[str | None, OVERRIDES] = None,
+    bounds: Annotated[str | None, BOUNDS] = None,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -63,8 +67,30 @@ def plan(
         typer.Option("--max-model-len", min=1, help="The tables' width; prompt and answer."),
     ] = None,
     requests: Annotated[
-        int, typer.Option("--max-num-seqs", min=1, help="The tables' height; vLLM's own default.")
-    ] = 256,
+        int | None,
+        typer.Option(
+            "--max-num-seqs", min=1, help="Requests at once; vLLM's own default for the device."
+        ),
+    ] = None,
+    gpu: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="GIB",
+            min=0,
+            help="All memory of one GPU, in GiB: decides vLLM's defaults, and estimates the KV"
+            " cache where --kv-memory is not given.",
+        ),
+    ] = None,
+    utilization: Annotated[
+        float, typer.Option("--gpu-memory-utilization", help="As vllm serve takes it.")
+    ] = 0.92,
+    cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="As vllm serve takes it.")
+    ] = "auto",
+    disable_sliding_window: Annotated[
+        bool, typer.Option("--disable-sliding-window", help="As vllm serve takes it.")
+    ] = False,
     device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
@@ -73,7 +99,15 @@ def plan(
 
     found = command.ask(
         model=model,
-        settings=_given(method, budget, window, least, everything),
+        settings=_given(
+            method,
+            budget,
+            window,
+            least,
+            everything,
+            allow_override=overrides,
+            budget_bounds=bounds,
+        ),
         length=length,
         output=output,
         memory_gib=memory,
@@ -83,6 +117,10 @@ def plan(
         longest=longest,
         requests=requests,
         device=device,
+        gpu_gib=gpu,
+        utilization=utilization,
+        cache_dtype=cache_dtype,
+        disable_sliding_window=disable_sliding_window,
     )
     if as_json:
         _print_json(found.to_json())
@@ -181,6 +219,7 @@ def _given(
     window: int | None,
     least: int | None,
     everything: str | None,
+    **more: str | None,
 ) -> dict[str, Any]:
     """The settings that were typed, by their key; flags win over the JSON."""
     settings: dict[str, Any] = {}
@@ -192,6 +231,7 @@ def _given(
         if not isinstance(settings, dict):
             _wrong(f"--kv-compress-config must be a JSON object, got {everything!r}")
     flags = {"compress": method, "budget": budget, "window": window, "min_prompt": least}
+    flags |= more
     return settings | {key: value for key, value in flags.items() if value is not None}
 
 

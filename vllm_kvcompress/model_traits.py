@@ -5,7 +5,7 @@ vLLM decided itself (`engine.refusals`). The sentences are here alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 _WITHOUT = "serve this model without --kv-compress"
@@ -73,10 +73,27 @@ STATE_SPACE_ARCHITECTURES = frozenset(
     }
 )
 
+# what stands for any architecture in a folder of sentence-transformers, which embeds
+SENTENCE_EMBEDDER = "SentenceTransformerModel"
+# model types whose layers have windows, named or not
+_MIXED_TYPES = ("gemma2", "gemma3", "gemma4", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4")
+_MIXED_LAYERS = ("full_attention", "sliding_attention")
+
 # what vLLM makes of an architecture's name when nobody says ``--runner``; the first that fits
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _POOLING = ("ForTextEncoding", "Classification", "Modeling", "MaskedLM", "Model")
-_POOLING_NAMES = ("Embed", "Reward", "Score", "Retriev", "Splade", "Bidirectional")
+_POOLING_NAMES = (
+    *("Embed", "Reward", "Score", "Retriev", "Splade", "Bidirectional"),
+    *("ForRanking", "ForJointSchema", "ColBERT", "ColQwen", "Terratorch"),
+)
+# what vLLM takes for a generator all the same
+_GENERATING_MODELS = frozenset(
+    {
+        *("ChatGLMModel", "MiDashengLMModel", "MossAudioModel", "Qwen2_5OmniModel"),
+        *("UltravoxModel", "Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model"),
+        "DeepseekV3BidirectionalModel",
+    }
+)
 
 # images in these prompts attend to what comes after them
 _LOOKS_AHEAD_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
@@ -147,6 +164,8 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
     names = {str(name) for name in config.get("architectures") or text.get("architectures") or ()}
     kind = str(text.get("model_type") or "")
     types = tuple(str(name) for name in text.get("layer_types") or ())
+    if not types and kind.startswith(_MIXED_TYPES):
+        types = _MIXED_LAYERS
     return Traits(
         latent=any(text.get(key) for key in _LATENT_KEYS),
         alibi=_alibi(text, kind, names),
@@ -227,6 +246,8 @@ def _quantised(traits: Traits) -> str | None:
 
 
 def _generates(name: str) -> bool:
+    if name in _GENERATING_MODELS:
+        return True
     if any(part in name for part in _POOLING_NAMES) and not name.endswith(_GENERATING):
         return False
     return name.endswith(_GENERATING) or not any(name.endswith(end) for end in _POOLING)
@@ -330,8 +351,3 @@ def _declared_cache(config: Mapping[str, Any]) -> str | None:
             return "fp8_e4m3"
         return "nvfp4" if floats and scheme.get("num_bits") == 4 else None
     return _MODELOPT_CACHES.get(str(scheme).lower())
-
-
-def without_window(traits: Traits) -> Traits:
-    """The traits under ``--disable-sliding-window``."""
-    return replace(traits, window=None)

@@ -7,12 +7,12 @@ import pytest
 
 from broken_sites import WITHOUT_VLLM
 from checkpoints import tokens
-from engines import BLOCK, engine, inspect_models_here, settings
-from vllm_kvcompress.commands.model_shape import read_config, shape_of, unsupported
+from engines import BLOCK, engine, settings
+from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
 from vllm_kvcompress.engine.footprint import device_bytes
 from vllm_kvcompress.engine.settings import settings_in
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.model_traits import traits_of
 
 HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
 
@@ -151,6 +151,12 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         (["TINY", "--len", 2000, "--kv-memory", "0.0001"], "must fit whole once"),
         (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
         (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
+        (["TINY", "--len", 2000, "--kv-cache-dtype", "fp8"], "set --kv-cache-dtype auto"),
+        (["TINY", "--len", 2000, "--gpu-memory", "1"], "leaves nothing for the KV cache; raise"),
+        (["TINY", "--len", 2000, "--gpu-memory", "80", "--device", "cpu"], "give --kv-memory"),
+        (["TINY", "--len", 9, "--gpu-memory-utilization", "1.5"], "must be in (0, 1], got 1.5"),
+        (["TINY", "--len", 2000, "--kv-budget-bounds", "0.1:0.5"], "--kv-allow-override all"),
+        (["TINY", "--len", 2000, "--kv-allow-override", "caek"], "did you mean 'cake'"),
         (["TINY", "--len", 2000, "--max-model-len", 100], "--max-model-len must hold"),
         (["TINY", "--len", 2000, "--kv-compress-config", "{"], "must be a JSON object"),
     ],
@@ -184,39 +190,10 @@ def test_a_hub_name_is_read_from_the_cache(tiny, run, tmp_path):
     assert json.loads(done.stdout)["shape"]["layers"] == 4
 
 
-# -- models that cannot be served ---------------------------------------------------------------
+# -- models that cannot be served (all of them: tests/engine/test_refusals.py) ---------------------
 
 MLA = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
            q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)  # fmt: skip
-REFUSED = {
-    "mla": MLA,
-    "alibi": dict(architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4),
-    "window": dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=512),
-    "mixed": dict(layer_types=["full_attention", "sliding_attention"] * 2),
-    "cap": dict(attn_logit_softcapping=50.0),
-    "shared": dict(num_kv_shared_layers=2),
-    "mamba": dict(architectures=["MambaForCausalLM"], model_type="mamba", state_size=16),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_it_refuses_what_the_engine_refuses_with_its_words(tiny, tmp_path, case):
-    from vllm.engine.arg_utils import EngineArgs
-
-    import vllm_kvcompress
-
-    vllm_kvcompress.register()
-    inspect_models_here()
-    config = {**json.loads(Path(tiny, "config.json").read_text()), **REFUSED[case]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError) as ours:
-        shape_of(read_config(str(tmp_path)))
-    arguments = EngineArgs(
-        model=str(tmp_path), skip_tokenizer_init=True, additional_config=settings()
-    )
-    with pytest.raises(ConfigError) as engines:
-        arguments.create_engine_config()
-    assert str(ours.value).split(";")[0] in str(engines.value)
 
 
 def test_a_refused_model_is_status_2(typed, tiny, tmp_path):
@@ -229,21 +206,16 @@ def test_a_refused_model_is_status_2(typed, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "window"),
     [
-        dict(model_type="qwen2", sliding_window=4096),  # off unless it is switched on
-        dict(model_type="qwen2", sliding_window=4096, use_sliding_window=False),
-        dict(model_type="mistral", sliding_window=None),
-        dict(model_type="qwen3", layer_types=["full_attention"] * 4),
+        (dict(model_type="qwen2", sliding_window=4096), None),  # off unless it is switched on
+        (dict(model_type="qwen2", sliding_window=4096, use_sliding_window=False), None),
+        (dict(model_type="qwen2", sliding_window=4096, use_sliding_window=True), 4096),
+        (dict(model_type="mistral", sliding_window=None), None),
     ],
 )
-def test_what_has_full_attention_is_not_refused(config):
-    assert unsupported(config) is None
-
-
-def test_qwens_window_counts_where_it_is_switched_on():
-    config = dict(model_type="qwen2", sliding_window=4096, use_sliding_window=True)
-    assert "sliding window of 4096" in str(unsupported(config))
+def test_a_window_counts_where_it_is_switched_on(config, window):
+    assert traits_of(config).window == window
 
 
 def test_the_demo_models_shape(demo_model):

@@ -13,9 +13,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from checkpoints import make
+from cuda_platform import GPUS
 from engines import engine, settings
+from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine import attention_cuda, refusals, seams
+from vllm_kvcompress.engine import attention_cuda, backend_choice, refusals, seams
+from vllm_kvcompress.engine import configure as configuring
 from vllm_kvcompress.engine.configure import configure
 from vllm_kvcompress.engine.footprint import device_bytes
 from vllm_kvcompress.engine.worker import refuse_other_backends
@@ -32,7 +35,7 @@ def cuda(monkeypatch, checkpoints_folder):
     model = make("llama-gqa", checkpoints_folder)
     config = EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
-    for module in (refusals, seams):
+    for module in (refusals, seams, configuring):
         monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
@@ -67,14 +70,11 @@ def test_a_backend_that_vllm_chose_itself_is_refused_by_name(checkpoints_folder)
 
 def test_the_v1_runner_on_cuda_is_refused(cuda, monkeypatch):
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ConfigError, match="Model Runner V2 alone; unset VLLM_USE_V2_MODEL_RUNNER"):
         configure(cuda.config, CAKE)
-
-
-@pytest.mark.parametrize("executor", ["ray", "external_launcher"])
-def test_executors_that_pass_the_worker_by_are_refused(cuda, executor):
-    cuda.config.parallel_config.distributed_executor_backend = executor
-    with pytest.raises(ConfigError, match=f"backend mp, got {executor}"):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    with pytest.raises(ConfigError, match="alone; remove the option that vLLM's log says V2 does"):
         configure(cuda.config, CAKE)
 
 
@@ -160,11 +160,22 @@ def test_no_room_beside_the_buffers(gpu_worker, monkeypatch):
 # -- vLLM's own decisions on CUDA ------------------------------------------------------------------
 
 
-def test_compression_leaves_cudas_defaults_on(checkpoints_folder):
-    """Graphs, torch.compile, async scheduling, FlashAttention 3: as vLLM alone would choose."""
+@pytest.mark.parametrize(
+    ("gpu", "first_of_vllm", "differs"),
+    [
+        ("H200", "FLASH_ATTN", {}),
+        # FlashAttention's build for it is none of the extensions that are pretended
+        ("B200", "FLASHINFER", {"flash_attention": None}),
+    ],
+)
+def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_vllm, differs):
+    """Graphs, torch.compile, async scheduling, FlashAttention 3: as vLLM alone would choose.
+
+    On Blackwell vLLM's first choice is a backend that is not ours: FLASH_ATTN is chosen there.
+    """
     script = Path(__file__).parents[1] / "cuda_platform.py"
     done = subprocess.run(
-        [sys.executable, str(script), make("llama-gqa", checkpoints_folder)],
+        [sys.executable, str(script), make("llama-gqa", checkpoints_folder), gpu],
         capture_output=True,
         text=True,
         check=False,
@@ -172,13 +183,47 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder):
     )
     line = next((x for x in done.stdout.splitlines() if x.startswith("DECIDED ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-3000:]
-    assert json.loads(line.removeprefix("DECIDED ")) == {
+    assert "attention backend FLASH_ATTN, since none was asked for" in done.stdout + done.stderr
+    found = json.loads(line.removeprefix("DECIDED "))
+    assert found == {
         "worker": "CompressingGPUWorker",
         "scheduler": "CompressingAsyncScheduler",
         "v2": True,
         "graphs": "FULL_AND_PIECEWISE",
         "compiled": "VLLM_COMPILE",
         "flash_attention": 3,
+        "first_of_vllm": first_of_vllm,
+        "chosen": "FLASH_ATTN",
         "backend": "CompressedFlashBackend",
         "impl": "CompressedFlashImpl",
+        "max_num_seqs": defaults_for("cuda", GPUS[gpu][1], 1).max_num_seqs,
+        **differs,
     }
+
+
+def test_the_first_of_ours_that_vllm_takes_is_chosen(cuda, monkeypatch):
+    """Where FLASH_ATTN cannot run, as on Turing; where none can, nothing is changed."""
+    config, taken = cuda.config, {"TRITON_ATTN"}
+
+    def as_vllm(*model):
+        if config.attention_config.backend.name not in taken:
+            raise ValueError("compute capability\nnot supported")
+
+    monkeypatch.setattr(backend_choice, "get_attn_backend", as_vllm)
+    configure(config, CAKE)
+    assert config.attention_config.backend.name == "TRITON_ATTN"
+    config.attention_config.backend = None
+    taken.clear()
+    with pytest.raises(ConfigError, match=r"takes neither here \(compute capability not supp"):
+        configure(config, CAKE)
+    assert config.attention_config.backend is None
+
+
+def test_a_backend_for_full_attention_alone_is_judged_too(cuda):
+    attention = cuda.config.attention_config
+    attention.backend_per_kind = {"full_attention": AttentionBackendEnum.FLASHINFER}
+    with pytest.raises(ConfigError, match=r"got FLASHINFER; remove --attention-config.backend_per"):
+        configure(cuda.config, CAKE)
+    attention.backend_per_kind = {"full_attention": AttentionBackendEnum.TRITON_ATTN}
+    configure(cuda.config, CAKE)
+    assert attention.backend is None  # it was chosen

@@ -1,7 +1,12 @@
 """What only the built model shows: refused before its KV cache exists, in one sentence."""
 
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
@@ -14,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from checkpoints import make
+from checkpoints import make, tokens
 from engines import engine, settings
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine import attention_cpu
@@ -38,6 +43,17 @@ def full(**changes) -> FullAttentionSpec:
     return FullAttentionSpec(**{**SHAPE, **changes})
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    """As vLLM sets it while it builds a model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_equal_full_layers_are_taken():
     specs = compressed_specs({"a": full(), "b": full()}, CAKE)
     assert all(isinstance(spec, CompressedSpec) for spec in specs.values())
@@ -55,6 +71,8 @@ def test_equal_full_layers_are_taken():
         (full(num_kv_heads=4), "b differs from a"),
         (full(head_size=128), "b differs from a"),
         (full(dtype=torch.bfloat16), "b differs from a"),
+        (full(dtype=torch.uint8), "b keeps 64 and 64 of torch.uint8"),
+        (full(head_size_v=32), "b keeps 64 and 32 of torch.float32"),
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])
@@ -96,6 +114,42 @@ def test_trap_12_attention_that_a_packed_page_cannot_serve(
         with pytest.raises(ConfigError, match=reason) as refusal:
             impl(2, 64, 0.125, num_kv_heads=2, **{**usual, **arguments})
     assert "without --kv-compress" in str(refusal.value)
+
+
+@pytest.mark.parametrize("stored", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("impl", [CompressedCPUImpl, CompressedFlashImpl, CompressedTritonImpl])
+def test_a_layer_that_a_checkpoint_turned_to_fp8(impl, stored, vllm_config, monkeypatch):
+    """However it came to be: vLLM decides it per layer, while it builds the model."""
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_quant_query_input", lambda: True,
+                        raising=False)  # fmt: skip
+    with set_current_vllm_config(vllm_config), default_dtype(torch.bfloat16):
+        with pytest.raises(
+            ConfigError, match="set --kv-cache-dtype bfloat16, this checkpoint decl"
+        ):
+            impl(2, 64, 0.125, num_kv_heads=2, alibi_slopes=None, sliding_window=None,
+                 kv_cache_dtype=stored)  # fmt: skip
+
+
+def test_the_cure_for_an_fp8_checkpoint_serves_it_compressed(checkpoints_folder, tmp_path):
+    """compressed-tensors with its scales: its cache is bfloat16, its answers the plain model's."""
+    plain = Path(make("llama-one-layer", checkpoints_folder))
+    config = json.loads((plain / "config.json").read_text())
+    scheme = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
+    config["quantization_config"] = dict(
+        quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={},
+        kv_cache_scheme=scheme,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(plain / "model.safetensors")
+    for name in ("k_scale", "v_scale"):
+        weights[f"model.layers.0.self_attn.{name}"] = torch.tensor([0.02])
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompt, answers = tokens(600, seed=3), []
+    for model, more in ((str(plain), {}), (str(tmp_path), {"kv_cache_dtype": "bfloat16"})):
+        with engine(model, additional_config=settings(budget=0.3), dtype="bfloat16", **more) as llm:
+            answers.append(llm.generate([prompt], 8))
+            assert llm.compressor.pool.pages.dtype == torch.bfloat16
+    assert answers[0] == answers[1]
 
 
 def test_another_plugins_backend_is_not_thrown_out():

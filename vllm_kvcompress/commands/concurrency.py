@@ -3,6 +3,7 @@
 Arithmetic on lengths alone, by the page plan that the engine packs by: its blocks are the engine's.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,12 +56,28 @@ class Concurrency:
         blocks: blocks in it that requests may hold.
         decoding: requests that fit while all decode, each as large as it gets.
         beside_prefill: those that fit while one more prompt is in its prefill, that one included.
+        most: what the scheduler runs at once, which both obey.
     """
 
     pool_bytes: int
     blocks: int
     decoding: int
     beside_prefill: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """The request that takes the most among those that may be asked for.
+
+    Args:
+        asks: what it asks for.
+        pool: requests at once when all are like it; None unless the pool's size was given.
+    """
+
+    asks: str
+    blocks: Blocks
+    pool: Concurrency | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +91,7 @@ class Forecast:
         extra_bytes: what compression takes beside the pool, at most; its tables alone are
             `table_bytes`.
         pool_off, pool_on: None unless the pool's size was given.
+        worst: None unless requests may ask for something.
     """
 
     load: Load
@@ -88,17 +106,19 @@ class Forecast:
     extra_bytes: int
     pool_off: Concurrency | None
     pool_on: Concurrency | None
+    worst: Worst | None = None
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
-        for key in ("off", "on"):
-            blocks = found.pop(key)
-            sizes = {f"{name}_bytes": count * self.block_bytes for name, count in blocks.items()}
-            found[f"request_{key}"] = {
-                **{f"{name}_blocks": count for name, count in blocks.items()},
-                **sizes,
-            }
+        found["request_off"] = self._with_bytes(found.pop("off"))
+        found["request_on"] = self._with_bytes(found.pop("on"))
+        if found["worst"] is not None:
+            found["worst"]["request"] = self._with_bytes(found["worst"].pop("blocks"))
         return found
+
+    def _with_bytes(self, blocks: dict[str, int]) -> dict[str, int]:
+        sizes = {f"{name}_bytes": count * self.block_bytes for name, count in blocks.items()}
+        return {**{f"{name}_blocks": count for name, count in blocks.items()}, **sizes}
 
 
 def sizes_on_rank(
@@ -150,16 +170,14 @@ def forecast(
         ConfigError: a single prompt does not fit.
     """
     block = sizes.block_size
-    plan = page_plan(settings.prompt(sizes.layers, load.prompt), block)
-    whole = _left_whole(settings, load, plan)
-    if whole is not None:
-        plan = None
+    plan, whole = _plan(settings, sizes, load)
     off, on = _blocks(load, block, None), _blocks(load, block, plan)
+    asks, most = _most(settings, sizes, load) if settings.allow_override else ("", on)
     extra = extra_bytes(sizes, settings)
-    pools: list[Concurrency | None] = [None, None]
+    pools: list[Concurrency | None] = [None, None, None]
     if pool_bytes is not None:
         left = pool_bytes - extra if tables_from_pool else pool_bytes
-        pools = [_fit(pool_bytes, sizes, off), _fit(left, sizes, on)]
+        pools = [_fit(pool_bytes, sizes, off), _fit(left, sizes, on), _fit(left, sizes, most)]
     return Forecast(
         load=load,
         block_size=block,
@@ -173,7 +191,36 @@ def forecast(
         extra_bytes=extra,
         pool_off=pools[0],
         pool_on=pools[1],
+        worst=Worst(asks=asks, blocks=most, pool=pools[2]) if asks else None,
     )
+
+
+def _plan(
+    settings: CompressionConfig, sizes: Sizes, load: Load
+) -> tuple[PagePlan | None, str | None]:
+    """How much of the prompt is kept, or why it is left whole."""
+    if not settings.enabled:
+        return None, "only requests that ask for it are compressed"
+    plan = page_plan(settings.prompt(sizes.layers, load.prompt), sizes.block_size)
+    whole = _left_whole(settings, load, plan)
+    return (plan, None) if whole is None else (None, whole)
+
+
+def _most(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
+    """The request that takes the most of those that may be asked for: what it asks, its blocks."""
+    methods = {settings.compress, *settings.allow_override}
+    asked: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
+    for method in sorted(methods - {"off"}):
+        budgets = [high for _, high in settings.budget_bounds] or [1.0]
+        for budget in [*budgets, settings.budget]:
+            # a bound under a method's window is nothing that a request may ask of it
+            with suppress(ConfigError):
+                asked.append((f"{method} at {budget}", settings.variant(method, budget)))
+    found = [
+        (asks, _blocks(load, sizes.block_size, _plan(own, sizes, load)[0] if own else None))
+        for asks, own in asked
+    ]
+    return max(found, key=lambda one: one[1].end)
 
 
 def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) -> str | None:
@@ -194,6 +241,7 @@ def _blocks(load: Load, block: int, plan: PagePlan | None) -> Blocks:
 
 def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:
     blocks = max(pool_bytes // sizes.block_bytes - 1, 0)  # one is the null block
+    most = sizes.max_requests
     if blocks < request.prefill:
         need = (request.prefill + 1) * sizes.block_bytes / 2**30
         raise ConfigError(
@@ -204,6 +252,7 @@ def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:
     return Concurrency(
         pool_bytes=pool_bytes,
         blocks=blocks,
-        decoding=blocks // request.end,
-        beside_prefill=1 + (blocks - request.prefill) // request.end,
+        decoding=min(blocks // request.end, most),
+        beside_prefill=min(1 + (blocks - request.prefill) // request.end, most),
+        most=most,
     )

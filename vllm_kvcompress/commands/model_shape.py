@@ -2,20 +2,32 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.model_traits import SENTENCE_EMBEDDER, text_config, traits_of, unsupported
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads")
+_KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-_ALIBI = frozenset({"bloom", "mpt", "jais"})
-_STATE_SPACE = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_key_heads", "time_mix")
+# small files that say more than config.json, where a model has them
+_BESIDE = ("hf_quant_config.json", "modules.json", "model.safetensors.index.json")
+_POOLING_MODULES = (
+    "sentence_transformers.models.Pooling",
+    "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +61,44 @@ def read_config(model: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is not an object.
     """
-    folder = Path(model).expanduser()
-    path = folder if folder.suffix == ".json" else folder / "config.json"
-    if folder.exists() and not path.is_file():
-        raise ConfigError(f"{model} has no config.json; give the folder of a Hugging Face model")
-    if not folder.exists():
-        if not looks_like_hub_id(model):
-            raise ConfigError(f"there is no folder {model}; give a model's folder, or its hub name")
-        path = _from_hub(model)
+    path = config_path(model)
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} is not readable as JSON ({e})") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    if found.get("quantization_config") is None and (extra := _beside(path, "hf_quant_config")):
+        found["quantization_config"] = extra  # ModelOpt's, until its 0.29
+    modules = _beside(path, "modules") or ()
+    if any(module.get("type") in _POOLING_MODULES for module in modules):
+        found["architectures"] = [SENTENCE_EMBEDDER]
     return found
+
+
+def config_path(model: str) -> Path:
+    """Where the config.json of a folder, or of a model on the hub, lies on this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(model).expanduser()
+    path = folder if folder.suffix == ".json" else folder / "config.json"
+    if folder.exists() and not path.is_file():
+        raise ConfigError(f"{model} has no config.json; give the folder of a Hugging Face model")
+    if folder.exists():
+        return path
+    if not looks_like_hub_id(model):
+        raise ConfigError(f"there is no folder {model}; give a model's folder, or its hub name")
+    return _from_hub(model)
+
+
+def _beside(path: Path, name: str) -> Any:
+    """What another JSON file of the same folder holds; None without one."""
+    try:
+        return json.loads((path.parent / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def looks_like_hub_id(model: str) -> bool:
@@ -83,7 +118,11 @@ def _from_hub(model: str) -> Path:
             " the hub; give a folder that holds the model's config.json"
         ) from None
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        path = Path(hf_hub_download(model, "config.json"))
+        for name in _BESIDE:
+            with suppress(HfHubHTTPError, OSError):
+                hf_hub_download(model, name)
+        return path
     except (HfHubHTTPError, HFValidationError, OSError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ConfigError(
@@ -92,78 +131,42 @@ def _from_hub(model: str) -> Path:
         ) from None
 
 
-def shape_of(config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
+def shape_of(
+    config: Mapping[str, Any],
+    dtype: str = "auto",
+    *,
+    cache_dtype: str = "auto",
+    disable_sliding_window: bool = False,
+) -> ModelShape:
     """The shape that a config.json describes.
 
     Args:
         dtype: "auto" stands for the config's own, and float32 for bfloat16, as in vLLM.
+        cache_dtype: what keys and values are stored in, as ``--kv-cache-dtype`` takes it.
+        disable_sliding_window: prompts end where the model's window does, as in vLLM.
 
     Raises:
         ConfigError: the model is one that cannot be compressed, or its config lacks a figure.
     """
     text = text_config(config)
-    if (reason := unsupported(config)) is not None:
-        raise ConfigError(f"{reason}; serve this model without --kv-compress")
+    found = _dtype(config, dtype)
+    traits = replace(traits_of(config), dtype=found, cache=cache_dtype)
+    longest = _longest(text)
+    if disable_sliding_window and traits.window is not None:
+        longest = min(longest or traits.window, traits.window)
+        traits = replace(traits, window=None)
+    if (reason := unsupported(traits)) is not None:
+        raise ConfigError(reason)
     heads = _figure(text, _HEADS)
-    dim = text.get("head_dim") or _figure(text, _WIDTH) // heads
+    dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(
         layers=_figure(text, _LAYERS),
         heads=heads,
         kv_heads=_kv_heads(text, heads),
-        head_dim=int(dim),
-        dtype=_dtype(config, dtype),
-        longest=_longest(text),
+        head_dim=int(dim or _figure(text, _WIDTH) // heads),
+        dtype=found,
+        longest=longest,
     )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part about the language model, where the config has parts."""
-    for key in ("text_config", "llm_config", "language_config"):
-        if isinstance(config.get(key), Mapping):
-            part: Mapping[str, Any] = config[key]
-            return part
-    return config
-
-
-def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Why a model cannot be compressed, as far as its config tells; None when it can.
-
-    What vLLM itself decides, and flags, are judged when it starts (`engine.refusals`).
-    """
-    text = text_config(config)
-    kind = str(text.get("model_type", ""))
-    if text.get("kv_lora_rank"):
-        return "MLA models keep one latent per token instead of keys and values"
-    if config.get("is_encoder_decoder"):
-        return "encoder-decoder models are not supported"
-    if "mamba" in kind or "rwkv" in kind or any(text.get(key) for key in _STATE_SPACE):
-        return "every layer must be full attention, this model has state-space layers"
-    attention = text.get("attn_config")
-    in_attention = isinstance(attention, Mapping) and attention.get("alibi")
-    named = kind in _ALIBI and not (isinstance(attention, Mapping) and in_attention is False)
-    position = text.get("position_embedding_type") == "alibi"
-    if text.get("alibi") or in_attention or named or position:
-        return "ALiBi needs every token at its true position, which a packed page has not"
-    types = set(text.get("layer_types") or ())
-    if types - {"full_attention"}:
-        return f"every layer must be full attention, this model has {sorted(types)}"
-    if window := _sliding_window(text, kind):
-        return f"every layer must be full attention, this model has a sliding window of {window}"
-    if chunk := text.get("attention_chunk_size"):
-        return f"every layer must be full attention, this model attends in chunks of {chunk}"
-    if cap := text.get("attn_logit_softcapping"):
-        return f"scores are taken before the soft cap of {cap} on this model's logits"
-    if shared := text.get("num_kv_shared_layers"):
-        return f"layers must not share KV caches, and {shared} of this model do"
-    return None
-
-
-def _sliding_window(text: Mapping[str, Any], kind: str) -> int | None:
-    window = text.get("sliding_window")
-    # Qwen's configs have a window and a switch for it, which is off unless they say otherwise
-    if not text.get("use_sliding_window", not kind.startswith("qwen")):
-        return None
-    return window if isinstance(window, int) else None
 
 
 def _figure(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -174,17 +177,30 @@ def _figure(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
+    """KV heads; where the config has none, or null, there are as many as query heads."""
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         return 1
-    for name in _KV_HEADS:
-        if isinstance(text.get(name), int):
-            return int(text[name])
+    attention = text.get("attn_config")
+    inside = attention.get("kv_n_heads") if isinstance(attention, Mapping) else None
+    for block in text.get("block_configs") or ():
+        inside = inside or heads // int(block["attention"]["n_heads_in_group"])
+    for name, value in (("attn_config", inside), *((name, text.get(name)) for name in _KV_HEADS)):
+        if isinstance(value, int):
+            return value
+        if value is not None:
+            raise ConfigError(
+                f"every layer must have the same number of KV heads, got {name} {value!r} in the"
+                " model's config.json; serve this model without --kv-compress"
+            )
     return heads
 
 
 def _dtype(config: Mapping[str, Any], dtype: str) -> str:
     if dtype != "auto":
-        return {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        given = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        if given not in ITEMSIZE:
+            raise ConfigError(f"--dtype must be auto or one of {sorted(ITEMSIZE)}, got {dtype!r}")
+        return given
     text = text_config(config)
     found = next(
         (str(part[key]) for part in (text, config) for key in ("dtype", "torch_dtype")

@@ -6,8 +6,10 @@ from typing import Any
 from rich.console import Console
 
 from vllm_kvcompress.commands.concurrency import Forecast, Load, forecast, sizes_on_rank
-from vllm_kvcompress.commands.model_shape import ITEMSIZE, ModelShape, read_config, shape_of
-from vllm_kvcompress.commands.plan_text import show_forecast
+from vllm_kvcompress.commands.gpu_memory import Estimate, defaults_for, estimate
+from vllm_kvcompress.commands.model_shape import ModelShape, config_path, read_config, shape_of
+from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show_forecast
+from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 
@@ -23,6 +25,8 @@ class Answer:
     settings: CompressionConfig
     ranks: int
     found: Forecast
+    defaulted: str | None
+    estimated: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -32,6 +36,7 @@ class Answer:
             "budget": self.settings.budget,
             "window": self.settings.resolved_window,
             "tensor_parallel_size": self.ranks,
+            "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
             **self.found.to_json(),
         }
 
@@ -45,10 +50,13 @@ class Answer:
             f" --kv-budget {self.settings.budget}"
         )
         console = Console()
-        show_forecast(self.found, title, console)
+        show_forecast(self.found, title, console, estimated=self.estimated is not None)
+        for line in (self.defaulted, self.estimated and estimate_line(self.estimated)):
+            if line:
+                console.print(line, highlight=False)
         if shape.longest is not None and load.cached > shape.longest:
             console.print(
-                f"This model was made for {shape.longest:,} tokens; vLLM refuses longer requests.",
+                f"This model serves {shape.longest:,} tokens; vLLM refuses longer requests.",
                 highlight=False,
             )
 
@@ -70,36 +78,75 @@ def ask(
     dtype: str,
     ranks: int,
     longest: int | None,
-    requests: int,
+    requests: int | None,
     device: str,
+    gpu_gib: float | None = None,
+    utilization: float = 0.92,
+    cache_dtype: str = "auto",
+    disable_sliding_window: bool = False,
 ) -> Answer:
     """The forecast for a model and requests of one length.
+
+    Args:
+        memory_gib: the KV cache of one GPU; `gpu_gib`, its whole memory, gives an estimate of it.
+        requests: requests at once; None takes vLLM's default for the device.
 
     Raises:
         ConfigError: something is unknown, or cannot be served compressed.
     """
     checked = CompressionConfig.parse(with_method(settings))
-    if not checked.enabled:
+    if not checked.active:
         raise ConfigError("plan compares with compression; give a method, --kv-compress cake")
     if device not in _BLOCK:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
-    shape = shape_of(read_config(model), dtype)
-    if shape.dtype not in ITEMSIZE:
-        raise ConfigError(f"--dtype must be auto or one of {sorted(ITEMSIZE)}, got {dtype!r}")
+    if device != "cuda" and gpu_gib is not None:
+        raise ConfigError(
+            "--gpu-memory is of a GPU; give --kv-memory with --device cpu, where vLLM takes half of"
+            " the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
+        )
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {utilization:g}")
+    config = read_config(model)
+    shape = shape_of(
+        config, dtype, cache_dtype=cache_dtype, disable_sliding_window=disable_sliding_window
+    )
     load = Load(prompt=length, output=output)
     if longest is not None and longest < length + output:
         raise ConfigError(
             f"--max-model-len must hold --len and --max-tokens, {length + output} tokens; got"
             f" {longest}"
         )
+    defaults = defaults_for(device, gpu_gib, ranks)
     sizes = sizes_on_rank(
         shape,
         ranks=ranks,
         longest=longest or length + output,
         block_size=block_size or _BLOCK[device],
-        max_requests=requests,
+        max_requests=requests or defaults.max_num_seqs,
         graphs=device == "cuda",
     )
+    found_memory = None
+    if memory_gib is None and gpu_gib is not None:
+        found_memory = estimate(
+            config,
+            shape,
+            weights_of(config_path(model).parent, config, shape),
+            gpu_gib=gpu_gib,
+            utilization=utilization,
+            ranks=ranks,
+            max_num_seqs=sizes.max_requests,
+            batched_tokens=defaults.batched_tokens,
+        )
     pool = None if memory_gib is None else int(memory_gib * 2**30)
+    if found_memory is not None:
+        pool = found_memory.kv_cache_bytes
     found = forecast(sizes, checked, load, pool_bytes=pool, tables_from_pool=device == "cuda")
-    return Answer(model=model, shape=shape, settings=checked, ranks=ranks, found=found)
+    return Answer(
+        model=model,
+        shape=shape,
+        settings=checked,
+        ranks=ranks,
+        found=found,
+        defaulted=default_line(device, gpu_gib, defaults) if requests is None else None,
+        estimated=found_memory,
+    )

@@ -3,11 +3,18 @@
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcompress.commands.concurrency import Concurrency, Forecast
+from vllm_kvcompress.commands.concurrency import Concurrency, Forecast, Worst
+from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
 
 
-def show_forecast(found: Forecast, title: str, console: Console) -> None:
-    """Print what a request takes off and compressed, and how many fit."""
+def show_forecast(
+    found: Forecast, title: str, console: Console, *, estimated: bool = False
+) -> None:
+    """Print what a request takes off and compressed, and how many fit.
+
+    Args:
+        estimated: the pool's size is an estimate.
+    """
     block = found.block_bytes
     console.print(title, style="bold", highlight=False)
     table = Table("per request", "off", "compressed", "")
@@ -30,14 +37,14 @@ def show_forecast(found: Forecast, title: str, console: Console) -> None:
     table.add_row("the same in memory", size(off_bytes), size(on_bytes), "")
     if found.pool_off is not None and found.pool_on is not None:
         table.add_section()
-        _add_pool(table, found.pool_off, found.pool_on)
+        _add_pool(table, found.pool_off, found.pool_on, " (estimated)" if estimated else "")
     console.print(table)
     for line in _notes(found):
         console.print(line, highlight=False)
 
 
-def _add_pool(table: Table, off: Concurrency, on: Concurrency) -> None:
-    table.add_row("memory of the pool", size(off.pool_bytes), size(on.pool_bytes), "")
+def _add_pool(table: Table, off: Concurrency, on: Concurrency, mark: str) -> None:
+    table.add_row(f"memory of the pool{mark}", size(off.pool_bytes), size(on.pool_bytes), "")
     for name, before, after in (
         ("blocks in the pool", off.blocks, on.blocks),
         ("requests at once, all decoding", off.decoding, on.decoding),
@@ -59,12 +66,48 @@ def _notes(found: Forecast) -> list[str]:
         f"Compression takes up to {size(found.extra_bytes)} per GPU beside the pool, of which"
         f" {size(found.table_bytes)} are tables: fewer --max-num-seqs make them smaller."
     )
-    if found.pool_off is None:
+    if found.worst is not None:
+        notes.append(_worst(found, found.worst))
+    if found.pool_on is None:
         notes.append(
             "How many fit depends on the pool: pass --kv-memory GIB, what vLLM's log calls"
-            " available KV cache memory."
+            " available KV cache memory, or --gpu-memory GIB for an estimate."
         )
+    elif found.pool_on.decoding == found.pool_on.most:
+        notes.append(f"More would fit; {found.pool_on.most:,} is --max-num-seqs.")
     return notes
+
+
+def _worst(found: Forecast, worst: Worst) -> str:
+    blocks = worst.blocks
+    line = (
+        f"The most that a request may ask for ({worst.asks}) is {blocks.end:,} blocks,"
+        f" {size(blocks.end * found.block_bytes)}"
+    )
+    if worst.pool is None:
+        return f"{line}."
+    return f"{line}: if all ask for that, {worst.pool.decoding:,} decode at once."
+
+
+def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
+    """What --max-num-seqs was taken to be, since it was not given."""
+    if device == "cpu":
+        return f"--max-num-seqs {defaults.max_num_seqs}, as vLLM's server takes it on a CPU."
+    of = f"of {gpu_gib:g} GiB" if gpu_gib is not None else f"of {LARGE_GPU_GIB} GiB and more"
+    return (
+        f"--max-num-seqs {defaults.max_num_seqs}, as vLLM takes it on GPUs {of}; on an A100, and"
+        f" below {LARGE_GPU_GIB} GiB, it takes 256."
+    )
+
+
+def estimate_line(found: Estimate) -> str:
+    """How the pool's size was estimated."""
+    return (
+        f"The pool is an estimate: {found.utilization:g} of {size(found.gpu_bytes)}, less"
+        f" {size(found.weights_bytes)} of weights (from {found.weights_source}) and about"
+        f" {size(found.working_bytes)} to work in. vLLM measures it when it starts: give what it"
+        " logs as --kv-memory."
+    )
 
 
 def _times(more: int, less: int) -> str:

@@ -33,7 +33,6 @@ from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
 
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -137,25 +137,24 @@ def _executor(config: VllmConfig) -> str | None:
             "data-parallel ranks as Ray actors are not tested; set --data-parallel-backend mp, got"
             " ray"
         )
+    backend = parallel.distributed_executor_backend
+    if backend == "ray":  # whose classes load only where Ray is installed
+        return _ray("ray", older=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
     executor = Executor.get_class(config)
+    got = backend if isinstance(backend, str) else executor.__qualname__
     if executor.uses_ray:
-        if executor.__name__ == "RayDistributedExecutor":
-            return (
-                "every step must go through the worker, and Ray's older executor calls the model"
-                f" runner itself; {_MP}, got {executor.__name__}"
-            )
-        return f"Ray's executor is not tested; {_MP}, got {executor.__name__}"
+        return _ray(got, older=executor.__name__ == "RayDistributedExecutor")
     if issubclass(executor, ExecutorWithExternalLauncher):
         return (
             "ranks that an external launcher starts schedule on their own, which is not tested;"
-            f" start one process and {_MP}, got {executor.__name__}"
+            f" start one process and {_MP}, got {got}"
         )
     known = next((cls for cls in (MultiprocExecutor, UniProcExecutor) if issubclass(executor, cls)),
                  None)  # fmt: skip
     if known is None:
         return (
             "every step must go through the worker, which is known of vLLM's own executors alone;"
-            f" {_MP}, got {executor.__qualname__}"
+            f" {_MP}, got {got}"
         )
     own = [name for name in _STEP_PATH if getattr(executor, name) is not getattr(known, name)]
     if own:
@@ -164,6 +163,15 @@ def _executor(config: VllmConfig) -> str | None:
             f" {' and '.join(own)}; {_MP}, or inherit them from {known.__name__}"
         )
     return None
+
+
+def _ray(got: str, *, older: bool) -> str:
+    if older:
+        return (
+            "every step must go through the worker, and Ray's older executor calls the model runner"
+            f" itself; {_MP}, got {got}"
+        )
+    return f"Ray's executor is not tested; {_MP}, got {got}"
 
 
 def _elastic_experts(config: VllmConfig) -> str | None:
