@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 
 from broken_sites import WITHOUT_VLLM
 from checkpoints import tokens
 from engines import BLOCK, engine, settings
+from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.commands.weights import Weights, weights_of
 from vllm_kvcompress.engine.footprint import device_bytes
 from vllm_kvcompress.engine.settings import settings_in
 from vllm_kvcompress.model_traits import traits_of
@@ -188,6 +192,116 @@ def test_a_hub_name_is_read_from_the_cache(tiny, run, tmp_path):
     done = run("plan", "owner/tiny", "--len", 2000, "--json", environment=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["shape"]["layers"] == 4
+
+
+# -- what vLLM takes by itself ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "ranks"),
+    [*(("cuda", gib, 1) for gib in (24, 69.9, 70, 80, 141, 159.9, 160, 180)), ("cpu", 64, 2)],
+)
+def test_the_defaults_are_the_servers(device, gib, ranks, monkeypatch):
+    """`EngineArgs.get_batch_defaults`, asked on a platform with that much memory."""
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: int(gib * 2**30),
+        get_device_name=lambda: "NVIDIA H100",
+        is_tpu=lambda: False,
+        is_cpu=lambda: device == "cpu",
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", platform)
+    tokens_, requests = arg_utils.EngineArgs.get_batch_defaults(ranks)
+    server = UsageContext.OPENAI_API_SERVER
+    found = defaults_for(device, gib, ranks)
+    assert (found.batched_tokens, found.max_num_seqs) == (tokens_[server], requests[server])
+
+
+def test_no_more_requests_at_once_than_the_scheduler_runs(tiny, typed):
+    given = settings(budget=0.1)["kvcompress"]
+    few = planned(tiny, 1000, 8, given, memory_gib=1, requests=4)
+    assert (few.pool_off.decoding, few.pool_on.decoding, few.pool_on.beside_prefill) == (4, 4, 4)
+    default = planned(tiny, 1000, 8, given, memory_gib=1, requests=None)
+    assert default.pool_on.decoding == default.pool_on.most == 128  # a server's on a CPU
+    said = typed("plan", tiny, "--len", 1000, "--kv-memory", 1, "--max-num-seqs", 4, *HERE).out
+    assert "More would fit; 4 is --max-num-seqs." in " ".join(said.split())
+
+
+def test_the_worst_that_requests_may_ask_for(tiny):
+    """Of the methods and the budgets that the server would allow, through the server's check."""
+
+    def worst(method: str, budget: float, **more):
+        given = {"compress": method, "budget": budget, "min_prompt": 128, **more}
+        return planned(tiny, 1000, 8, given, memory_gib=0.1, requests=1024)
+
+    bounded = worst("cake", 0.1, allow_override="cake,snapkv", budget_bounds="0.05:0.5,64:128")
+    assert bounded.worst.blocks == worst("cake", 0.5).on
+    assert bounded.worst.asks in ("cake at 0.5", "snapkv at 0.5")
+    assert bounded.pool_on.decoding > bounded.worst.pool.decoding > bounded.pool_off.decoding
+    unbounded = worst("cake", 0.1, allow_override="cake")
+    assert (unbounded.worst.asks, unbounded.worst.blocks) == ("cake at 1.0", unbounded.off)
+    left = worst("cake", 0.1, allow_override="off,cake", budget_bounds="0.05:0.5")
+    assert (left.worst.asks, left.worst.blocks) == ("off", left.off)
+    asked = worst("off", 0.1, allow_override="tova", budget_bounds="0.05:0.5")
+    assert asked.on == asked.off
+    assert "ask for it" in asked.left_whole
+    assert worst("cake", 0.1).worst is None
+
+
+def test_overrides_are_parsed_as_the_server_does(typed, tiny):
+    flags = ["--kv-allow-override", "cake,snapkv", "--kv-budget-bounds", "0.05:0.5"]
+    done = typed("plan", tiny, "--len", 2000, *flags, *HERE)
+    assert done.status == 0
+    assert "The most that a request may ask for (" in done.out
+    found = json.loads(typed("plan", tiny, "--len", 2000, *flags, *HERE, "--json").out)
+    assert found["settings"]["allow_override"] == ["cake", "snapkv"]
+    assert found["worst"]["request"]["end_blocks"] > found["request_on"]["end_blocks"]
+    assert found["worst"]["pool"] is None
+
+
+# -- an estimate of the KV cache -------------------------------------------------------------------
+
+
+def test_weights_are_read_from_headers_else_the_index_else_the_config(tiny, tmp_path):
+    """Stored in float32, loaded in bfloat16: half of the file."""
+    config = read_config(tiny)
+    shape = shape_of(config)
+    stored = sum(tensor.nbytes for tensor in load_file(Path(tiny, "model.safetensors")).values())
+    read = weights_of(Path(tiny), config, shape)
+    assert read == Weights(stored // 2, "safetensors headers")
+    index = {"metadata": {"total_size": 12345}, "weight_map": {"a": "one.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_of(tmp_path, config, shape).total_bytes == 12345
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "broken.safetensors").write_bytes(b"no header")
+    counted = weights_of(tmp_path, config, shape)
+    assert counted.source == "config.json"
+    assert counted.total_bytes == pytest.approx(read.total_bytes, rel=0.01)
+    four_bits = {**config, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    ends = 2 * config["vocab_size"] * config["hidden_size"] * 2
+    layers = counted.total_bytes - ends
+    assert weights_of(tmp_path, four_bits, shape).total_bytes == ends + layers // 4
+
+
+def test_the_pool_is_estimated_from_the_gpu_and_marked(typed, tiny):
+    flags = ["--len", 2000, "--gpu-memory", 80, "--tp", 2, "--gpu-memory-utilization", 0.5]
+    found = json.loads(typed("plan", tiny, *flags, "--json").out)
+    told = found["kv_cache_estimate"]
+    assert told["estimated"] is True
+    assert told["gpu_bytes"] == 80 * 2**30
+    left = 40 * 2**30 - told["weights_bytes"] - told["working_bytes"]
+    assert told["kv_cache_bytes"] == left == found["pool_off"]["pool_bytes"]
+    assert found["pool_on"]["pool_bytes"] == left - found["extra_bytes"]
+    assert found["pool_on"]["most"] == 1024  # vLLM's, from 70 GiB
+    said = " ".join(typed("plan", tiny, *flags).out.split())
+    assert "memory of the pool (estimated)" in said
+    assert "The pool is an estimate: 0.5 of 80.00 GiB, less" in said
+    assert "--max-num-seqs 1024, as vLLM takes it on GPUs of 80 GiB" in said
+    given = json.loads(typed("plan", tiny, *flags, "--kv-memory", 1, "--json").out)
+    assert given["kv_cache_estimate"] is None
+    assert given["pool_off"]["pool_bytes"] == 2**30
 
 
 # -- models that cannot be served (all of them: tests/engine/test_refusals.py) ---------------------

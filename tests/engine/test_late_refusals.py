@@ -122,12 +122,13 @@ def test_a_layer_that_a_checkpoint_turned_to_fp8(impl, stored, vllm_config, monk
     """However it came to be: vLLM decides it per layer, while it builds the model."""
     monkeypatch.setattr(flash_attn, "flash_attn_supports_quant_query_input", lambda: True,
                         raising=False)  # fmt: skip
-    with set_current_vllm_config(vllm_config), default_dtype(torch.bfloat16):
-        with pytest.raises(
-            ConfigError, match="set --kv-cache-dtype bfloat16, this checkpoint decl"
-        ):
-            impl(2, 64, 0.125, num_kv_heads=2, alibi_slopes=None, sliding_window=None,
-                 kv_cache_dtype=stored)  # fmt: skip
+    with (
+        set_current_vllm_config(vllm_config),
+        default_dtype(torch.bfloat16),
+        pytest.raises(ConfigError, match="set --kv-cache-dtype bfloat16, this checkpoint decl"),
+    ):
+        impl(2, 64, 0.125, num_kv_heads=2, alibi_slopes=None, sliding_window=None,
+             kv_cache_dtype=stored)  # fmt: skip
 
 
 def test_the_cure_for_an_fp8_checkpoint_serves_it_compressed(checkpoints_folder, tmp_path):
