@@ -11,7 +11,7 @@ from vllm import _custom_ops as ops
 
 from amx_layout import offsets, pretend_amx
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, engine, settings
 from vllm_kvcompress.engine.kv_layouts import Strided, Tiled, find_layout, read
 from vllm_kvcompress.engine.packing_tiled import TiledPacker
 from vllm_kvcompress.errors import ConfigError
@@ -156,7 +156,7 @@ def test_what_has_no_order_is_refused(writer):
         found(writer(), 16, 8)
 
 
-PROMPTS = [tokens(n, seed=n) for n in ((300, 161) if V2 else (700, 333, 161))]
+PROMPTS = [tokens(n, seed=n) for n in (700, 333, 161)]
 METHODS = ("cake", "d2o", "h2o", "caote", "chunkkv")  # each reads or moves in its own way
 LONGEST = len(PROMPTS[0]) + 8
 POOLS = {
@@ -167,7 +167,7 @@ POOLS = {
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, monkeypatch):
-    """Chunked, with the prefix cache, methods by request; in place where the pool holds one prompt."""
+    """Chunked, with the prefix cache; in place where the pool holds one prompt."""
     methods, prompts, blocks = POOLS[pool]
     answers = {}
     for kind in ("vectors", "tiles"):
