@@ -437,6 +437,67 @@ def test_params_are_objects(key, value):
     refused(key, **{key: value})
 
 
+# -- further names of the model ---------------------------------------------------------------
+
+
+def test_an_alias_is_written_in_three_ways():
+    texts = ["llama@kv0.2=cake:0.2", "a=b:c=tova:64", "full=off"]
+    ways = [texts, {"llama@kv0.2": "cake:0.2", " a=b:c ": "tova : 64", "full": False}]
+    for way in ways:
+        found = [(alias.name, alias.method, alias.budget) for alias in parse(alias=way).alias]
+        assert found == [("llama@kv0.2", "cake", 0.2), ("a=b:c", "tova", 64), ("full", "off", None)]
+        assert type(parse(alias=way).alias[1].budget) is int
+    assert parse(alias="one=cake:1024").alias[0].budget == 1024
+    assert parse().alias == parse(alias=[]).alias == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", "NAME=METHOD:BUDGET"),
+        ("cake:0.2", "got 'cake:0.2'"),
+        ("=cake:0.2", "NAME=METHOD:BUDGET"),
+        (" =cake:0.2", "NAME=METHOD:BUDGET"),
+        ("a=", "'a': method='' is unknown"),
+        ("a=cake", "got 'a=cake'"),
+        ("a=cake:", "'a': budget must be a ratio"),
+        ("a=cake:2.0", "got '2.0'"),
+        ("a=cake:0", "got '0'"),
+        ("a=cake:20", "window of 32"),
+        ("a=cak:0.2", "did you mean 'cake'"),
+        ("a=custom:0.2", "'custom' is unknown"),
+        ("a=off:0.2", "off takes no budget, got 'off:0.2'"),
+        (["a=cake:0.2", "a=tova:0.2"], "'a' is given twice"),
+        ({"a": "cake:0.2", "a ": "off"}, "'a' is given twice"),
+        ({"a": 0.2}, "got 'a=0.2'"),
+        ({3: "cake:0.2"}, "got '3=cake:0.2'"),
+        ([3], "got '3'"),
+        (3, "got '3'"),
+        (None, "got 'None'"),
+    ],
+)
+def test_what_is_no_alias_is_refused(value, words):
+    refused(words, alias=value)
+
+
+def test_aliases_alone_are_compression_on_request():
+    config = CompressionConfig.parse({"compress": "off", "alias": "a=cake:0.2"})
+    assert (config.enabled, config.active) == (False, True)
+    assert [(v.compress, v.budget) for v in config.variants] == [("cake", 0.2)]
+    off = CompressionConfig.parse({"compress": "off", "alias": "a=off"})
+    assert (off.active, off.variants) == (False, ())
+
+
+def test_an_alias_of_the_servers_method_is_the_servers_with_another_budget():
+    config = parse(window=16, allocator_params={"tau1": 3.0}, alias=["a=cake:0.5", "b=tova:0.5"])
+    own, other = (config.granted(alias) for alias in config.alias)
+    assert (own.resolved_window, own.allocator_params, own.budget) == (16, (("tau1", 3.0),), 0.5)
+    assert (other.resolved_window, other.allocator_params) == (1, ())
+    assert own.alias == other.alias == ()
+    assert config.variants == (config, own, other)
+    assert len(parse(alias=["a=tova:0.5", "b=tova:0.5"]).variants) == 2
+
+
 # -- one value, many processes ----------------------------------------------------------------
 
 FULL = {
@@ -448,6 +509,8 @@ FULL = {
     "pressure": 0.5,
     "allow_override": ["off", "tova"],
     "budget_bounds": [[0.05, 0.5], [64, 512]],
+    "alias": {"llama@kv0.2": "cake:0.2", "a=b:c": "tova:64", "llama@full": "off"},
+    "usage": True,
     "allocator": "cake",
     "scorer": "caote",
     "base": "tova",

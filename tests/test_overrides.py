@@ -45,6 +45,53 @@ def test_opt_in_compresses_only_what_asks():
     assert refusal(OPT_IN, kv_budget=0.2)[0] == "invalid"
 
 
+NAMED = {"half": "snapkv:0.5", "few": "tova:200", "full": "off"}
+
+
+@pytest.mark.parametrize("compress", ["cake", "off"])
+@pytest.mark.parametrize("more", [{}, {"allow_override": "off", "budget_bounds": "0.1:0.2"}])
+def test_an_alias_needs_nobodys_permission(compress, more):
+    engine = CompressionConfig.parse(
+        {"compress": compress, "alias": NAMED, "min_prompt": 7, **more}
+    )
+    half, few = (settings_for(engine, {"kv_alias": name}) for name in ("half", "few"))
+    assert (half.compress, half.budget, half.min_prompt) == ("snapkv", 0.5, 7)
+    assert (few.compress, few.budget) == ("tova", 200)
+    assert settings_for(engine, {"kv_alias": "full"}) is None
+    reason, message = refusal(engine, kv_alias="third")
+    assert (reason, "one of ['few', 'full', 'half']" in message) == ("invalid", True)
+    assert refusal(engine, kv_alias=["half"])[0] == "invalid"
+
+
+def test_a_request_wins_over_its_alias_where_it_may():
+    closed = CompressionConfig.parse({"compress": "cake", "alias": NAMED})
+    for asked in ({"kv_budget": 0.5}, {"kv_compress": "off"}, {"kv_compress": "snapkv"}):
+        reason, message = refusal(closed, kv_alias="half", **asked)
+        assert (reason, "does not let requests choose" in message) == ("not_allowed", True)
+    bounded = CompressionConfig.parse(
+        {"compress": "off", "alias": NAMED, "allow_override": "h2o", "budget_bounds": "0.1:0.4"}
+    )
+
+    def chosen(name, **asked):
+        found = settings_for(bounded, {"kv_alias": name, **asked})
+        return found and (found.compress, found.budget)
+
+    assert chosen("half", kv_budget=0.3) == ("snapkv", 0.3)
+    assert chosen("half", kv_compress="h2o") == ("h2o", 0.5)
+    assert chosen("half", kv_compress="h2o", kv_budget=0.3) == ("h2o", 0.3)
+    assert chosen("half", kv_compress="off") is None
+    assert chosen("full", kv_compress="h2o", kv_budget=0.3) == ("h2o", 0.3)
+    assert refusal(bounded, kv_alias="half", kv_budget=0.5)[0] == "out_of_bounds"
+    assert refusal(bounded, kv_alias="half", kv_compress="tova")[0] == "not_allowed"
+    reason, message = refusal(bounded, kv_alias="full", kv_budget=0.3)
+    assert (reason, "'full' stands for off" in message) == ("invalid", True)
+
+
+def test_a_server_without_compression_knows_no_alias():
+    assert refusal(None, kv_alias="half")[0] == "not_allowed"
+    assert refusal(CompressionConfig.parse({"compress": "cake"}), kv_alias="half")[0] == "invalid"
+
+
 def test_off_is_off():
     assert settings_for(OPEN, {"kv_compress": "off"}) is None
     assert settings_for(OPEN, {"kv_compress": "off", "kv_budget": 0.1}) is None

@@ -25,10 +25,19 @@ from vllm_kvcompress.policies.presets import (
 from vllm_kvcompress.policies.published import published
 from vllm_kvcompress.policies.scorers import SCORERS
 from vllm_kvcompress.policies.selectors import SELECTORS
-from vllm_kvcompress.values import Bounds, parse_bounds, parse_budget, parse_methods, plain
+from vllm_kvcompress.values import (
+    Alias,
+    Bounds,
+    parse_aliases,
+    parse_bounds,
+    parse_budget,
+    parse_methods,
+    plain,
+)
 
 MAX_WINDOW = 1024
-_OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests"}
+_OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
+_FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
 
 
 class CompressionConfig(BaseModel):
@@ -57,6 +66,10 @@ class CompressionConfig(BaseModel):
     """Methods that a request may ask for instead, off among them if it may; "all" of them."""
     budget_bounds: tuple[Bounds, ...] = ()
     """Least and most that a request may ask for: of ratios, of tokens or of both."""
+    alias: tuple[Alias, ...] = ()
+    """Further names of the model and what they stand for: ``{"llama@kv0.2": "cake:0.2"}``."""
+    usage: bool = False
+    """Say in the usage of a compressed answer what was kept."""
     allocator: str | None = None
     """How much each layer keeps; None takes the preset's."""
     scorer: str | None = None
@@ -116,6 +129,11 @@ class CompressionConfig(BaseModel):
     def _bounds(cls, value: Any) -> tuple[Bounds, ...]:
         return parse_bounds(value)
 
+    @field_validator("alias", mode="before")
+    @classmethod
+    def _aliases(cls, value: Any) -> tuple[Alias, ...]:
+        return parse_aliases(value)
+
     @field_validator("allocator_params", "scorer_params", "selector_params", mode="before")
     @classmethod
     def _sorted_items(cls, value: Any) -> Any:
@@ -136,6 +154,11 @@ class CompressionConfig(BaseModel):
                 self.variant(name)
             except ConfigError as e:
                 raise ConfigError(f"allow_override={name!r}: {e}") from None
+        for alias in self.alias:
+            try:
+                self.granted(alias)
+            except ConfigError as e:
+                raise ConfigError(f"alias {alias.name!r}: {e}") from None
         if not self.enabled:
             return self
         names, window = self.names, self.resolved_window
@@ -206,6 +229,8 @@ class CompressionConfig(BaseModel):
         for key in ("allocator_params", "scorer_params", "selector_params"):
             if key in plain:
                 plain[key] = dict(getattr(self, key))
+        if self.alias:
+            plain["alias"] = {alias.name: alias.meaning for alias in self.alias}
         return plain
 
     # -- meaning ------------------------------------------------------------------------------
@@ -218,13 +243,24 @@ class CompressionConfig(BaseModel):
     @property
     def active(self) -> bool:
         """Whether any prompt can be compressed."""
-        return self.enabled or bool(set(self.allow_override) - {"off"})
+        asked = {*self.allow_override, *(alias.method for alias in self.alias)}
+        return self.enabled or bool(asked - {"off"})
 
     @property
     def variants(self) -> tuple["CompressionConfig", ...]:
-        """One configuration per method that this engine may run, its own first."""
+        """What this engine may run: its own, each allowed method, and what aliases stand for."""
         others = [name for name in self.allow_override if name not in {"off", self.compress}]
-        return (self,) * self.enabled + tuple(self.variant(name) for name in others)
+        named = [self.granted(alias) for alias in self.alias]
+        found = [*(self.variant(name) for name in others), *(each for each in named if each)]
+        return (self,) * self.enabled + tuple(dict.fromkeys(found))
+
+    def granted(self, alias: Alias) -> "CompressionConfig | None":
+        """The settings that `alias` stands for; None when it compresses nothing.
+
+        Raises:
+            ConfigError: its budget does not fit its method.
+        """
+        return None if alias.method == "off" else self.variant(alias.method, alias.budget)
 
     def variant(
         self, compress: str | None = None, budget: float | int | None = None
@@ -240,7 +276,7 @@ class CompressionConfig(BaseModel):
         name = self.compress if compress is None else compress
         keys = _OF_THE_ENGINE
         if name == self.compress:
-            keys = type(self).model_fields.keys() - {"allow_override", "budget_bounds"}
+            keys = type(self).model_fields.keys() - _FOR_REQUESTS
         given = {key: getattr(self, key) for key in self.model_fields_set & keys}
         given["compress"] = name
         if budget is not None or "budget" not in given:

@@ -7,9 +7,9 @@ from typing import Any
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.values import parse_budget
+from vllm_kvcompress.values import Alias, parse_budget
 
-COMPRESS, BUDGET = "kv_compress", "kv_budget"
+COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 _KEYS = (COMPRESS, BUDGET)
 _OTHERS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})  # vLLM's own
 _LONGEST = 24  # letters of a key that may be one of ours, misspelt
@@ -20,9 +20,12 @@ def settings_for(
 ) -> CompressionConfig | None:
     """The settings of one request; None when it is not to be compressed.
 
+    What it asks for wins over what its alias stands for, and that over the engine's.
+
     Args:
         settings: the engine's; None when it runs without compression.
-        extra_args: the request's, with ``kv_compress`` and ``kv_budget`` if it asks for anything.
+        extra_args: the request's, with ``kv_compress`` and ``kv_budget`` if it asks for anything,
+            and ``kv_alias`` if it came under one of the model's other names.
 
     Raises:
         OverrideError: it asks for what it may not have, in one sentence.
@@ -30,17 +33,20 @@ def settings_for(
     if settings is not None and extra_args:
         _refuse_others(extra_args)
     asked = _asked(extra_args) if extra_args else None
-    if asked is None:
-        return settings if settings is not None and settings.enabled else None
+    named = (extra_args or {}).get(ALIAS)
     if settings is None:
-        if asked[0] == "off":
+        if named is None and (asked is None or asked[0] == "off"):
             return None
         raise OverrideError(
             "not_allowed",
             f"this server runs without KV-cache compression, and the request asks for {COMPRESS} or"
             f" {BUDGET}; remove them, or ask the operator for --kv-allow-override",
         )
-    return _override(settings, *asked)
+    if named is not None and not isinstance(named, str):
+        raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
+    if asked is not None or named is not None:
+        return _override(settings, named, *(asked or (None, None)))
+    return settings if settings.enabled else None
 
 
 def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
@@ -72,7 +78,7 @@ def _refuse_others(extra_args: Mapping[str, Any]) -> None:
     """A key that begins as ours do is one of ours, or vLLM's, or a mistake."""
     for key in extra_args:
         plain = key[:_LONGEST].lower().replace("-", "_")
-        if not plain.startswith("kv_") or key in _KEYS or key in _OTHERS:
+        if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OTHERS:
             continue
         near = difflib.get_close_matches(plain, _KEYS, 1, 0.8)
         hint = f"did you mean {near[0]!r}?" if near else f"a request may set {list(_KEYS)}"
@@ -81,8 +87,14 @@ def _refuse_others(extra_args: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=4096, typed=True)
 def _override(
-    settings: CompressionConfig, compress: str | None, budget: float | int | None
+    settings: CompressionConfig,
+    named: str | None,
+    compress: str | None,
+    budget: float | int | None,
 ) -> CompressionConfig | None:
+    alias = None if named is None else _alias(settings, named)
+    if alias is not None and compress is None and budget is None:
+        return settings.granted(alias)
     allowed = settings.allow_override
     if not allowed:
         raise OverrideError(
@@ -90,27 +102,44 @@ def _override(
             f"this server does not let requests choose {COMPRESS} or {BUDGET}; remove them, or ask"
             " the operator for --kv-allow-override",
         )
-    method = settings.compress if compress is None else compress
-    if compress is not None and compress not in (*allowed, settings.compress):
+    own = settings.compress if alias is None else alias.method
+    permitted = {*allowed, settings.compress, own}
+    method = own if compress is None else compress
+    if method not in permitted:
         raise OverrideError(
             "not_allowed",
-            f"{COMPRESS} must be one of {sorted({*allowed, settings.compress})} on this server,"
-            f" got {compress!r}",
+            f"{COMPRESS} must be one of {sorted(permitted)} on this server, got {compress!r}",
         )
     if method == "off":
         if compress is None:
+            why = "this server compresses only what asks for it"
+            if alias is not None:
+                why = f"{alias.name!r} stands for off"
             raise OverrideError(
                 "invalid",
-                f"{BUDGET}={budget!r} needs a method, since this server compresses only what asks"
-                f" for it; add {COMPRESS}, one of {sorted(set(allowed) - {'off'})}",
+                f"{BUDGET}={budget!r} needs a method, since {why}; add {COMPRESS}, one of"
+                f" {sorted(permitted - {'off'})}",
             )
         return None
     if budget is not None:
         _within_bounds(settings, budget)
+    elif alias is not None:
+        budget = alias.budget
     try:
         return settings.variant(method, budget)
     except ConfigError as e:
         raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
+
+
+def _alias(settings: CompressionConfig, named: str) -> Alias:
+    for alias in settings.alias:
+        if alias.name == named:
+            return alias
+    raise OverrideError(
+        "invalid",
+        f"{ALIAS} must be one of {sorted(alias.name for alias in settings.alias)} on this server,"
+        f" got {named!r}",
+    )
 
 
 def _within_bounds(settings: CompressionConfig, budget: float | int) -> None:

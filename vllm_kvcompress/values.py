@@ -1,6 +1,8 @@
 """Budgets, bounds and lists of methods, as users write them."""
 
 import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
@@ -8,6 +10,29 @@ from vllm_kvcompress.policies.base import choose
 from vllm_kvcompress.policies.presets import PRESETS
 
 Bounds = tuple[float, float] | tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """A name under which the model also answers, and what that stands for.
+
+    Args:
+        name: what clients write as `model`.
+        method: "off", or the name of a preset.
+        budget: as of `parse_budget`; None with "off" alone.
+    """
+
+    name: str
+    method: str
+    budget: float | int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.meaning}"
+
+    @property
+    def meaning(self) -> str:
+        """METHOD:BUDGET, or off."""
+        return self.method if self.budget is None else f"{self.method}:{self.budget}"
 
 
 def plain(value: Any) -> Any:
@@ -95,3 +120,57 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
             raise ConfigError(rule)
         found.append((low, high))
     return tuple(found)
+
+
+def parse_aliases(value: Any) -> tuple[Alias, ...]:
+    """Further names of the model: ``NAME=METHOD:BUDGET``, a list of these, or an object.
+
+    Raises:
+        ConfigError: one is written otherwise, means nothing, or is there twice.
+    """
+    if isinstance(value, Mapping):
+        pairs = [(name, meaning) for name, meaning in value.items()]
+    else:
+        texts = [value] if isinstance(value, str | Alias) else value
+        if not isinstance(texts, list | tuple):
+            raise _no_alias(value)
+        pairs = []
+        for text in texts:  # a name may hold = and :, a method and a budget cannot
+            name, equals, meaning = str(text).rpartition("=")
+            if not isinstance(text, str | Alias) or not equals:
+                raise _no_alias(text)
+            pairs.append((name, meaning))
+    found: dict[str, Alias] = {}
+    for name, meaning in pairs:
+        alias = _alias(name, meaning)
+        if alias.name in found:
+            raise ConfigError(f"alias {alias.name!r} is given twice; remove one, or rename it")
+        found[alias.name] = alias
+    return tuple(found.values())
+
+
+def _alias(name: Any, meaning: Any) -> Alias:
+    if meaning is False:  # YAML reads a bare off so
+        meaning = "off"
+    if not isinstance(name, str) or not name.strip() or not isinstance(meaning, str):
+        raise _no_alias(f"{name}={meaning}")
+    name = name.strip()
+    method, colon, budget = (part.strip() for part in meaning.partition(":"))
+    choose(f"alias {name!r}: method", dict.fromkeys(("off", *PRESETS)), method)
+    if method == "off":
+        if colon:
+            raise ConfigError(f"alias {name!r}: off takes no budget, got {meaning!r}; write off")
+        return Alias(name=name, method=method)
+    if not colon:
+        raise _no_alias(f"{name}={meaning}")
+    try:
+        return Alias(name=name, method=method, budget=parse_budget(budget))
+    except ConfigError as e:
+        raise ConfigError(f"alias {name!r}: {e}") from None
+
+
+def _no_alias(value: Any) -> ConfigError:
+    return ConfigError(
+        "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, or NAME=off to compress"
+        f" nothing under that name; got {str(value)!r}"
+    )

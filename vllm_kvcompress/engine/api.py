@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.aliases import resolve
 from vllm_kvcompress.engine.metrics import count_refusal
 from vllm_kvcompress.engine.settings import settings_in
 from vllm_kvcompress.errors import OverrideError
@@ -111,6 +112,7 @@ def _checking(answer: Any) -> Any:
 
     @functools.wraps(answer)
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        resolve(self.models, request)
         check(self.engine_client.input_processor, request.vllm_xargs)
         return await answer(self, request, *args, **kwargs)
 

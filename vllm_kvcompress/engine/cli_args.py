@@ -8,7 +8,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,7 +63,14 @@ FLAGS = {
         "MIN:MAX",
         "What requests may ask for in vllm_xargs.kv_budget: 0.05:0.5, 256:4096 or both.",
     ),
+    "--kv-alias": (
+        "alias",
+        "NAME=METHOD:BUDGET",
+        "Another name of the model, compressed so; NAME=off compresses nothing. May be repeated.",
+    ),
 }
+_REPEATED = {"--kv-alias"}
+_USAGE = ("--kv-usage", "usage")
 
 
 def _one_field(field: str) -> Callable[[str], str]:
@@ -98,7 +105,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         description="Settings of the vllm-kvcompress plugin; off unless --kv-compress is given.",
     )
     for flag, (field, metavar, text) in FLAGS.items():
-        group.add_argument(flag, type=_one_field(field), metavar=metavar, default=None, help=text)
+        action = "append" if flag in _REPEATED else "store"
+        group.add_argument(
+            flag, type=_one_field(field), action=action, metavar=metavar, default=None, help=text
+        )
+    group.add_argument(
+        "--kv-usage",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Say in the usage of each compressed answer what was kept.",
+    )
     group.add_argument(
         "--kv-compress-config",
         type=_json_object,
@@ -112,22 +128,57 @@ def fold(args: argparse.Namespace) -> None:
     """Move our flags into ``args.additional_config["kvcompress"]``, and check the whole.
 
     Raises:
-        ConfigError: the settings contradict each other, or name no method.
+        ConfigError: the settings contradict each other, name no method, or call the model by a
+            name that is taken.
     """
     given = dict(getattr(args, "kv_compress_config", None) or {})
-    for flag, (field, _, _) in FLAGS.items():
+    for flag, field in [*((flag, field) for flag, (field, _, _) in FLAGS.items()), _USAGE]:
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value is not None:
             given[field] = value
-    if not given:
-        return
     merged = dict(getattr(args, "additional_config", None) or {})
+    if not given and "kvcompress" not in merged:
+        return
     if "kvcompress" in merged:
         if not isinstance(merged["kvcompress"], Mapping):
             CompressionConfig.parse(merged["kvcompress"])  # says what must hold
         given = {**merged["kvcompress"], **given}
-    merged["kvcompress"] = CompressionConfig.parse(given).to_additional_config()
+    settings = CompressionConfig.parse(given)
+    refuse_taken(settings, _served_names(args), _adapter_names(args))
+    merged["kvcompress"] = settings.to_additional_config()
     args.additional_config = merged
+
+
+def refuse_taken(
+    settings: CompressionConfig, served: Iterable[str], adapters: Iterable[str]
+) -> None:
+    """Refuse an alias that means something already.
+
+    Args:
+        settings: with the aliases.
+        served: names that the model is served under.
+        adapters: names of LoRA modules.
+
+    Raises:
+        ConfigError: an alias is among them.
+    """
+    taken = dict.fromkeys(adapters, "a LoRA module") | dict.fromkeys(served, "the model")
+    for alias in settings.alias:
+        if alias.name in taken:
+            raise ConfigError(
+                f"alias {alias.name!r} is already the name of {taken[alias.name]}; choose another"
+                " for the alias"
+            )
+
+
+def _served_names(args: argparse.Namespace) -> list[str]:
+    """The names that vLLM itself serves the model under."""
+    names = getattr(args, "served_model_name", None) or getattr(args, "model", None)
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _adapter_names(args: argparse.Namespace) -> list[str]:
+    return [module.name for module in getattr(args, "lora_modules", None) or ()]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.refusals import refuse_unsupported
 from vllm_kvcompress.engine.seams import check, check_all
-from vllm_kvcompress.engine.settings import settings_in
+from vllm_kvcompress.engine.settings import given_in
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.policies.base import Reads
@@ -85,6 +85,8 @@ def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             ", ".join(settings.allow_override),
             bounds or "of any size",
         )
+    if settings.alias:
+        logger.info("the model also answers as %s", ", ".join(map(str, settings.alias)))
     if settings.pressure:
         logger.info("prompts are left whole below %g of the pool in use", settings.pressure)
     for variant in settings.variants:
@@ -99,11 +101,24 @@ def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             )
 
 
-def _install_doors() -> None:
+def _install_doors(settings: CompressionConfig) -> None:
     """Check what requests ask for, and count, in this process, which takes requests.
 
-    With compression off a vLLM that lacks the doors is served as it is.
+    With compression off a vLLM that lacks the doors is served as it is; one that lacks what was
+    asked for by name is not.
+
+    Raises:
+        SeamError: the model cannot have further names here.
     """
+    if settings.alias:
+        check("aliases", version=vllm.__version__)
+        from vllm_kvcompress.engine import aliases
+
+        aliases.install()
+    if settings.usage and settings.active:
+        from vllm_kvcompress.engine import usage
+
+        usage.install()
     try:
         check("api", "metrics", version=vllm.__version__)
     except SeamError:
@@ -124,12 +139,13 @@ def install() -> None:
     def creating(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
         refusing = ending_the_command if from_command(self) else nullcontext
         with refusing():
-            settings = settings_in(self.additional_config)  # before vLLM reads the model
+            given = given_in(self.additional_config)  # before vLLM reads the model
+        settings = given if given.active else None
         config = create(self, *args, **kwargs)
-        if settings is not None:
-            with refusing():
+        with refusing():
+            if settings is not None:
                 check_all(vllm.__version__)
-        _install_doors()
+            _install_doors(given)
         if settings is not None:
             with refusing():
                 configure(config, settings)

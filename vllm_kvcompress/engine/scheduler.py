@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.kv_cache import CompressedManager
 from vllm_kvcompress.engine.tally import CARRIED_AS
+from vllm_kvcompress.engine.usage_notes import UsageNotes
 from vllm_kvcompress.errors import SeamError
 
 logger = init_logger("vllm.kvcompress")
@@ -35,6 +36,7 @@ class _Compressing:
             )
         self.compressed_manager = ours[0]
         self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
+        self.usage_notes = UsageNotes()
         self._tell_who_looks_up()
         self._log_concurrency()
 
@@ -70,17 +72,25 @@ class _Compressing:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         output.kvcompress = self.compressed_manager.take_step()
+        if self.compressed_manager.settings.usage:
+            self.usage_notes.plan(output.kvcompress)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Also hear what the workers have packed."""
+        """Also hear what the workers have packed, and let the answers know."""
         packed = getattr(model_runner_output, "kvcompress", ())
         self.compressed_manager.tally.report(packed)
-        return super().update_from_output(  # type: ignore[misc]
+        outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if self.compressed_manager.settings.usage:
+            self.usage_notes.report(packed)
+            for client in outputs.values():
+                self.usage_notes.send(client.outputs)
+            self.usage_notes.forget(self.requests)  # type: ignore[attr-defined]
+        return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, and ours where a KV connector's would be; `metrics` takes them off."""

@@ -58,6 +58,8 @@ _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
 _ALWAYS = "never: vLLM's own hook"
 _CHECKS = "vLLM lets plugins check a request's extra arguments"
+_NAMES = "vLLM serves a model under names that stand for extra arguments"
+_USAGE = "vLLM carries a plugin's figures from the scheduler to an answer's usage"
 _SUBCLASS = "vLLM has a plugin interface for per-layer block tables"
 
 
@@ -157,6 +159,71 @@ SEAMS = (
         kind="wrap",
         params=("request",),
         remove_when=_CHECKS,
+    ),
+    Seam(
+        name="aliases",
+        target="vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__",
+        kind="wrap",
+        params=("engine_client", "base_model_paths", "lora_modules"),
+        remove_when=_NAMES,
+    ),
+    Seam(
+        name="aliases",
+        target="vllm.entrypoints.openai.models.serving:OpenAIServingModels.model_name",
+        kind="wrap",
+        params=("lora_request",),
+        remove_when=_NAMES,
+    ),
+    Seam(
+        name="aliases",
+        target="vllm.entrypoints.serve.engine.serving:BaseServing._check_model",
+        kind="wrap",
+        params=("request",),
+        remove_when=_NAMES,
+    ),
+    Seam(
+        name="usage",
+        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        kind="wrap",
+        params=("engine_core_outputs",),
+        remove_when=_USAGE,
+    ),
+    Seam(
+        name="usage",
+        target="vllm.v1.engine.output_processor:RequestState.make_request_output",
+        kind="wrap",
+        params=("kv_transfer_params",),
+        remove_when=_USAGE,
+    ),
+    Seam(
+        name="usage",
+        target="vllm.entrypoints.openai.responses.serving:"
+        "OpenAIServingResponses.responses_full_generator",
+        kind="wrap",
+        params=("request", "context"),
+        remove_when=_USAGE,
+    ),
+    Seam(
+        name="usage",
+        target="vllm.entrypoints.openai.chat_completion.batch_serving:"
+        "OpenAIServingChatBatch.create_batch_chat_completion",
+        kind="wrap",
+        params=("request",),
+        remove_when=_USAGE,
+    ),
+    Seam(
+        name="usage",
+        target="vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo",
+        kind="wrap",
+        params=("cached_tokens",),
+        remove_when=_USAGE,
+    ),
+    Seam(
+        name="usage_notes",
+        target="vllm.v1.engine:EngineCoreOutput",
+        kind="wrap",
+        params=("request_id", "kv_transfer_params"),
+        remove_when=_USAGE,
     ),
     Seam(
         name="metrics",
