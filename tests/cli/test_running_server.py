@@ -155,6 +155,27 @@ def test_what_the_metrics_tell(typed, monkeypatch, pages, status, wrong, detail)
     assert [name for name, check in checks.items() if not check["ok"]][:1] == [wrong][: bool(wrong)]
 
 
+def test_a_server_that_compresses_under_aliases_alone_is_asked_under_one(typed):
+    names = json.dumps(json.dumps({"m@full": "off", "m@kv": "cake:0.2"}))
+
+    def page(*args, **more) -> str:
+        return on(*args, **more).replace('method="cake",min', f'method="off",alias={names},min')
+
+    pages = Pages(page(3, 3), page(4, 4, freed=60, running=1), page(4, 4, freed=60))
+    asked = []
+
+    def answer(path, body):
+        if path == "/v1/completions":
+            asked.append(json.loads(body))
+        return pages(path, body)
+
+    with server(answer) as url:
+        done = typed("doctor", "--url", url, "--json")
+    assert done.status == 0, done.out
+    assert "1 of 1 planned prompts compressed (cake)" in done.out
+    assert [(body["model"], body.get("vllm_xargs")) for body in asked] == [("m@kv", None)]
+
+
 def test_a_page_that_is_not_vllms(typed):
     with server(lambda path, body: (404, "not here")) as url:
         done = typed("doctor", "--url", url)

@@ -25,7 +25,10 @@ COMMON = [
     *("--kv-compress", "cake", "--kv-budget", "0.2", "--kv-min-prompt", "512"),
     *("--kv-allow-override", "off,snapkv,cake", "--kv-budget-bounds", "0.1:0.5,128:1024"),
     *("--kv-compress-config", '{"log_requests": true}', "--num-gpu-blocks-override", "129"),
+    *("--kv-alias", "demo@half=snapkv:0.5", "--kv-alias", "demo@256=cake:256"),
+    *("--kv-alias", "demo@full=off", "--kv-alias", "demo@more=cake:0.8", "--kv-usage"),
 ]
+ALIASES = {"demo@half": 0.5, "demo@256": 256, "demo@full": None, "demo@more": 0.8}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,10 @@ def text(demo_model):
     return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1500)
 
 
-def body(endpoint, text, xargs, stream):
-    common = {"model": "demo", "temperature": 0, "stream": stream, "vllm_xargs": xargs}
+def body(endpoint, text, xargs, stream, model="demo"):
+    common = {"model": model, "temperature": 0, "stream": stream, "vllm_xargs": xargs}
+    if stream and endpoint != "responses":
+        common["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if endpoint == "chat/completions":
         messages = [{"role": "user", "content": text}]
         return common | {"messages": messages, "max_tokens": 4, "ignore_eos": True}
@@ -61,10 +66,26 @@ def body(endpoint, text, xargs, stream):
     return common | {"input": text, "max_output_tokens": 16}
 
 
-def post(server, endpoint, text, xargs, stream=False):
-    return httpx.post(
-        f"{server.url}/v1/{endpoint}", json=body(endpoint, text, xargs, stream), timeout=300
-    )
+def post(server, endpoint, text, xargs, stream=False, model="demo"):
+    sent = body(endpoint, text, xargs, stream, model)
+    return httpx.post(f"{server.url}/v1/{endpoint}", json=sent, timeout=300)
+
+
+def answers(response):
+    """The answer as JSON, or the chunks of a streamed one that say what was used."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return [response.json()]
+    events = [x[6:] for x in response.text.splitlines() if x.startswith("data: ")]
+    parsed = [json.loads(event) for event in events if event != "[DONE]"]
+    found = [event.get("response", event) for event in parsed]
+    return [event for event in found if event.get("usage")]
+
+
+def said(answer):
+    """What an answer says of its compression; None when it says nothing."""
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("kv_compress")
 
 
 ENDPOINTS = ["chat/completions", "completions", "responses"]
@@ -94,6 +115,110 @@ def test_each_endpoint_takes_it_and_refuses_it(server, text, endpoint, stream):
     message = refused.json()["error"]["message"]
     assert message.startswith("kv_budget must be between 0.1 and 0.5 on this server, got 0.9")
     assert len(server.compressed()) == before
+
+
+def test_the_model_is_listed_under_all_its_names(server):
+    cards = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    assert [card["id"] for card in cards] == ["demo", *ALIASES]
+    assert len({(card["root"], card["max_model_len"]) for card in cards}) == 1
+    unknown = post(server, "completions", "Hello", {}, model="demo@half ")
+    assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_an_answer_under_an_alias_is_compressed_so_and_says_so(server, text, endpoint, stream):
+    """Whatever requests may ask for: demo@more keeps more than the bounds allow them."""
+    for model, budget in ALIASES.items():
+        before = len(server.compressed())
+        response = post(server, endpoint, text, {}, stream, model)
+        assert response.status_code == 200, response.text
+        lines = server.compressed()[before:]
+        found = answers(response)
+        assert {answer["model"] for answer in found} == {model}
+        tokens = {answer["usage"].get("prompt_tokens", 0) for answer in found}
+        tokens |= {answer["usage"].get("input_tokens", 0) for answer in found}
+        if budget is None:
+            assert not lines
+            assert "kv_compress" not in response.text
+            continue
+        (line,) = lines
+        want = budget if budget > 1 else budget * line.prompt_tokens
+        assert line.kept_tokens == pytest.approx(want, abs=128)
+        assert line.prompt_tokens in tokens
+        for answer in found:
+            assert said(answer) == {
+                "method": "snapkv" if model == "demo@half" else "cake",
+                "budget": budget,
+                "prompt_tokens": line.prompt_tokens,
+                "kept_tokens": line.kept_tokens,
+                "layer_tokens": list(line.layer_tokens),
+            }
+
+
+def test_a_request_under_an_alias_asks_for_more_within_what_it_may(server, text):
+    before = len(server.compressed())
+    answer = post(server, "completions", text, {"kv_budget": 0.2}, model="demo@half").json()
+    assert (said(answer)["method"], said(answer)["budget"]) == ("snapkv", 0.2)
+    answer = post(server, "completions", text, {"kv_compress": "off"}, model="demo@half").json()
+    assert said(answer) is None
+    for asked in ({"kv_budget": 0.8}, {"kv_compress": "h2o"}):
+        refused = post(server, "completions", text, asked, model="demo@half")
+        assert refused.status_code == 400
+    assert len(server.compressed()) == before + 1
+
+
+def test_an_alias_works_wherever_a_model_is_named(server, text):
+    def ask(path, **sent):
+        before = len(server.compressed())
+        done = httpx.post(f"{server.url}{path}", json=sent, timeout=300)
+        assert done.status_code == 200, done.text
+        return done.json(), [line.kept_tokens for line in server.compressed()[before:]]
+
+    turn = [{"role": "user", "content": text}]
+    common = {"model": "demo@256", "max_tokens": 4}
+    message, kept = ask("/v1/messages", messages=turn, **common)
+    assert (message["model"], kept) == ("demo@256", [pytest.approx(256, abs=128)])
+    other = [{"role": "user", "content": text[: len(text) // 2]}]
+    batch, kept = ask("/v1/chat/completions/batch", messages=[turn, other], **common)
+    assert (batch["model"], len(kept)) == ("demo@256", 2)
+    assert said(batch)["prompt_tokens"] == batch["usage"]["prompt_tokens"]
+    assert said(batch)["kept_tokens"] == pytest.approx(sum(kept), abs=0.2)
+    counted, _ = ask("/tokenize", model="demo@256", prompt="Hello")
+    assert counted["count"] > 0
+    ids, _ = ask("/tokenize", model="demo", prompt=text)
+    sampling = {"max_tokens": 4, "temperature": 0}
+    _, kept = ask(
+        "/inference/v1/generate",
+        model="demo@256",
+        token_ids=ids["tokens"],
+        sampling_params=sampling,
+    )
+    assert kept == [pytest.approx(256, abs=128)]
+
+
+def test_the_openai_client_reads_what_was_kept(client, text):
+    answer = client.chat.completions.create(
+        model="demo@half", messages=[{"role": "user", "content": text}], max_tokens=4
+    )
+    assert answer.model == "demo@half"
+    kept = answer.usage.prompt_tokens_details.kv_compress
+    assert kept["kept_tokens"] == pytest.approx(0.5 * answer.usage.prompt_tokens, abs=128)
+    answer = client.responses.create(model="demo@half", input=text, max_output_tokens=16)
+    assert answer.usage.input_tokens_details.kv_compress["method"] == "snapkv"
+
+
+def test_prompts_are_added_up_and_choices_are_not(server, client, text):
+    before = len(server.compressed())
+    answer = client.completions.create(
+        model="demo@half", prompt=[text, text[: len(text) // 2], "Hello"], n=2, max_tokens=4,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    lines = {line.prompt_tokens: line for line in server.compressed()[before:]}
+    kept = answer.usage.prompt_tokens_details.kv_compress
+    assert (len(answer.choices), len(lines)) == (6, 2)
+    assert kept["prompt_tokens"] == sum(lines) < answer.usage.prompt_tokens
+    assert kept["kept_tokens"] == pytest.approx(sum(x.kept_tokens for x in lines.values()), abs=0.2)
 
 
 def test_the_openai_client_gets_its_own_error(client, text):
@@ -182,20 +307,27 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
 
 
 def test_two_api_servers_and_two_engines_count_together(model, text, tmp_path):
-    """Every request once, under its engine, whichever process was told of it."""
+    """Every request once, under its engine, whichever process was told of it or answers it."""
     flags = [*COMMON, "--api-server-count", "2", "--data-parallel-size", "2"]
     asks = [{}, {"kv_compress": "snapkv"}, {"kv_compress": "off"}, {"kv_compress": "h2o"}] * 4
     with serve(model, flags, tmp_path / "log", deadline_s=600) as server:
 
         def ask(item):
             index, xargs = item
-            sent = body("completions", f"{index} {text[:2500]}", xargs, stream=False)
+            named = "demo" if xargs or index % 8 else "demo@half"
+            sent = body("completions", f"{index} {text[:2500]}", xargs, False, named)
             with httpx.Client() as own:  # its own connection: any API server may take it
-                return own.post(f"{server.url}/v1/completions", json=sent, timeout=300).status_code
+                done = own.post(f"{server.url}/v1/completions", json=sent, timeout=300)
+            if done.status_code != 200:
+                return done.status_code
+            kept = said(done.json())
+            return done.json()["model"], kept and (kept["method"], kept["budget"])
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            codes = list(pool.map(ask, enumerate(asks)))
-        assert codes == [200, 200, 200, 400] * 4
+            found = list(pool.map(ask, enumerate(asks)))
+        rest = [("demo", ("snapkv", 0.2)), ("demo", None), 400]
+        aliased, own = ("demo@half", ("snapkv", 0.5)), ("demo", ("cake", 0.2))
+        assert found == [aliased, *rest, own, *rest] * 2
         end = time.monotonic() + 300
         name = "vllm:kv_compress_requests_total"
         while server.metric(name) < 8 and time.monotonic() < end:

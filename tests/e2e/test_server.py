@@ -1,6 +1,7 @@
 """A server started as a user starts it, an ordinary OpenAI client, and vLLM's own /metrics."""
 
 import concurrent.futures
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
@@ -58,6 +60,24 @@ def test_chat(server, client, text):
     assert done[0].blocks_after < done[0].blocks_before / 3
     assert len(done[0].layer_tokens) == 30
     assert len(set(done[0].layer_tokens)) > 1  # CAKE gives layers different shares
+
+
+def test_without_kv_usage_a_compressed_answer_is_in_vllms_own_bytes(server, text):
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+
+    sent = {"model": "demo", "prompt": text, "max_tokens": 4, "temperature": 0, **NO_EOS}
+    before = len(server.compressed())
+    answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
+    parsed = CompletionResponse.model_validate_json(answer.content)
+    assert len(server.compressed()) == before + 1
+    assert parsed.model_dump_json().encode() == answer.content
+    assert parsed.usage.prompt_tokens_details is None
+    assert not parsed.model_extra
+    assert not parsed.usage.model_extra
+    sent |= {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300).text
+    usage = json.loads(streamed.split("data: ")[-2])["usage"]
+    assert usage == parsed.usage.model_dump(exclude_none=True)
 
 
 def test_completion_and_streaming_agree(client, text):
@@ -123,6 +143,7 @@ def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
     ("flags", "message"),
     [
         (["--kv-compress", "caek"], "did you mean 'cake'"),
+        (["--kv-compress", "cake", "--kv-alias", "fast=cake"], "must be NAME=METHOD:BUDGET"),
         (["--kv-compress", "cake", "--pipeline-parallel-size", "2"], "must be on one rank"),
     ],
 )

@@ -72,11 +72,11 @@ def test_the_figures_are_the_plans(model):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_request_is_counted_once(model, asynchronous, keep_async_scheduling):
     """Aborts, preemptions and overrides included: planned or skipped, and what is planned is done
-    unless it was aborted in between."""
+    unless it was aborted in between. Each answer says what was last packed for it."""
     rng = random.Random(11)
     with engine(
         model,
-        additional_config=settings("cake", 0.3, allow_override="all", pressure=0.2),
+        additional_config=settings("cake", 0.3, allow_override="all", pressure=0.2, usage=True),
         blocks=1 + 40,
         max_num_batched_tokens=256,
         max_num_seqs=16,
@@ -84,17 +84,25 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         async_scheduling=asynchronous,
     ) as llm:
         preempted = llm.watch_preemptions()
-        packed, ids, pack = 0, set(), llm.compressor.packer.pack
-        llm.compressor.packer.pack = lambda f: (ids.add(f.todo.request_id), pack(f))[1]
+        ids, answers, pack = {}, {}, llm.compressor.packer.pack
+
+        def packing(finished):
+            pages = pack(finished)
+            ids[finished.todo.request_id] = finished.todo, pages.tolist()
+            return pages
+
+        llm.compressor.packer.pack = packing
         for index in range(40):
             ask = rng.choice([None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}])
             prompt = tokens(rng.randint(20, 700), seed=index)
             llm.submit(str(index), prompt, rng.randint(2, 60), extra_args=ask)
-            llm.step()
+            answers |= llm.step()
             if index % 9 == 8:
                 llm.llm.llm_engine.abort_request([str(index)])
-        llm.drain()
+        while llm.llm.llm_engine.has_unfinished_requests():
+            answers |= llm.step()
         llm.settle()
+        assert len(llm.scheduler.usage_notes) == 0
         packed = llm.compressor.compressed
         admitted = len(llm.manager.admissions._decisions)
         seen = samples()
@@ -105,6 +113,22 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
     assert admitted <= 1  # requests that ended are forgotten
     assert done == planned == packed
     assert packed - len(ids) <= again  # compressed again after a preemption, nobody else twice
+    last = {request_id.split("-")[0]: what for request_id, what in ids.items()}
+    assert {name for name, answer in answers.items() if hasattr(answer, "kv_compress")} == {
+        name for name in last if name in answers
+    }
+    for name in last.keys() & answers.keys():
+        (todo, pages), plan = last[name], last[name][0].plan
+        layers = [count * BLOCK + plan.tail for count in pages]
+        assert answers[name].kv_compress == {
+            "method": todo.settings.compress,
+            "budget": 0.3,
+            "prompt_tokens": plan.tokens,
+            "kept_tokens": sum(layers) / LAYERS,
+            "layer_tokens": layers,
+        }
+        assert answers[name].kv_transfer_params is None
+    assert len(last.keys() & answers.keys()) > 10
     # four were aborted, before they were admitted, in the prefill or later
     assert 36 <= sum(skipped.values()) + len(ids) <= 40
     assert {name for name, count in skipped.items() if count} >= {"off", "short_prompt"}

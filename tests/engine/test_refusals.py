@@ -463,11 +463,16 @@ def test_wrong_settings_are_refused_before_the_model_is_read(given, message, mod
 # -- the command line ------------------------------------------------------------------------
 
 
+ALIASES = ["--kv-alias", "fast=tova:64", "--kv-alias", "slow=off"]
+
+
 def parse(*arguments: str) -> argparse.Namespace:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(arguments))
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser.parse_args(["serve", *arguments])
 
 
 def engine_args(*arguments: str):
@@ -530,6 +535,8 @@ def test_without_flags_nothing_is_added(model):
         (["--kv-compress", "cake", "--kv-pressure", "1.5"], "less than or equal to 1"),
         (["--kv-compress", "cake", "--kv-allow-override", "cakee"], "did you mean 'cake'"),
         (["--kv-compress", "cake", "--kv-budget-bounds", "0.5:0.1"], "must be MIN:MAX"),
+        (["--kv-compress", "cake", "--kv-alias", "fast"], "must be NAME=METHOD:BUDGET"),
+        (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2", "--kv-alias", "b=x:1"], "'x'"),
         (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
         (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
     ],
@@ -546,6 +553,18 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
     [
         (["--kv-budget", "0.1"], "need a method"),
         (["--kv-allow-override", "all"], "need a method"),
+        (["--kv-alias", "fast=cake:0.2"], "need a method"),
+        (["--kv-usage"], "need a method"),
+        (["--kv-compress", "cake", *ALIASES, "--kv-alias", "fast=off"], "'fast' is given twice"),
+        (["--kv-compress", "cake", *ALIASES, "--served-model-name", "m", "slow"], "of the model"),
+        (["--kv-compress", "cake", *ALIASES, "--lora-modules", "slow=/x"], "of a LoRA module"),
+        (
+            [
+                *("--additional-config", '{"kvcompress": {"compress": "off", "alias": "m=off"}}'),
+                *("--served-model-name", "m"),
+            ],
+            "of the model",
+        ),
         (["--kv-compress", "cake", "--kv-budget-bounds", "0.1:0.5"], "--kv-allow-override all"),
         (
             ["--kv-compress", "tova", "--kv-budget", "20", "--kv-allow-override", "snapkv"],
@@ -569,6 +588,7 @@ def test_flags_for_requests_reach_the_configuration(model):
         *("--model", model, "--kv-compress", "off", "--kv-allow-override", "off,tova"),
         *("--kv-budget", "20", "--kv-budget-bounds", "0.05:0.5,16:64"),
         *("--kv-pressure", "0.5", "--kv-min-output", "9"),
+        *(*ALIASES, "--kv-usage"),
     )
     given.skip_tokenizer_init = True
     config = given.create_engine_config()
@@ -576,6 +596,8 @@ def test_flags_for_requests_reach_the_configuration(model):
     assert settings_.allow_override == ("off", "tova")
     assert settings_.budget_bounds == ((0.05, 0.5), (16, 64))
     assert (settings_.pressure, settings_.min_output, settings_.budget) == (0.5, 9, 20)
+    assert [str(alias) for alias in settings_.alias] == ["fast=tova:64", "slow=off"]
+    assert settings_.usage
     assert "Compressing" in config.scheduler_config.scheduler_cls
 
 

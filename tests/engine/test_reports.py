@@ -7,7 +7,10 @@ import torch
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.reports import Reports, Stopwatch
-from vllm_kvcompress.engine.step_plan import Compression
+from vllm_kvcompress.engine.step_plan import Compression, StepPlan
+from vllm_kvcompress.engine.tally import CARRIED_AS, Packed
+from vllm_kvcompress.engine.usage import Collected, merge, told
+from vllm_kvcompress.engine.usage_notes import UsageNotes
 from vllm_kvcompress.plan import page_plan
 
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
@@ -88,3 +91,110 @@ def test_an_output_that_vllm_shares_is_not_written_to():
 
     assert _with(EMPTY_MODEL_RUNNER_OUTPUT, ["x"]).kvcompress == ["x"]
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kvcompress")
+
+
+# -- on their way to an answer's usage --------------------------------------------------------
+
+
+def outputs(*names):
+    from vllm.v1.engine import EngineCoreOutput
+
+    return [EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in names]
+
+
+def packed(name, tokens, layer_tokens):
+    return Packed(
+        request_id=name, method="cake", tokens=tokens, layer_tokens=layer_tokens, seconds=0.1
+    )
+
+
+def news_of(output):
+    carried = output.kv_transfer_params
+    return None if carried is None else carried[CARRIED_AS]
+
+
+def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has_them():
+    notes, kept = UsageNotes(), {}
+    notes.plan(StepPlan(observe=(), compress=(todo("a"), todo("b"))))
+    first, other = outputs("a", "c")
+    notes.send([first, other])
+    assert news_of(other) is None
+    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 44.0}
+    assert news_of(first) == mean
+    merge(kept, news_of(first))
+    handed_out = kept  # what a result holds is brought up to date too
+    notes.report([packed("a", 100, (52, 36)), packed("b", 100, (36, 52))])
+    second, whole = outputs("a", "b")
+    notes.send([second, whole])
+    assert news_of(whole) == mean | {"layer_tokens": [36, 52]}
+    merge(kept, news_of(second))
+    assert handed_out == mean | {"layer_tokens": [52, 36]}
+    assert len(notes) == 0
+
+
+def test_layers_of_an_earlier_compression_are_not_a_later_ones():
+    notes, kept = UsageNotes(), {}
+    notes.plan(StepPlan(observe=(), compress=(todo("a", 120),)))
+    notes.report([packed("a", 100, (52, 36))])
+    (output,) = outputs("a")
+    notes.send([output])
+    assert "layer_tokens" not in news_of(output)
+    merge(kept, news_of(output))
+    merge(kept, {"prompt_tokens": 100, "layer_tokens": [52, 36]})
+    assert kept == news_of(output)
+
+
+def test_requests_that_are_gone_leave_no_news():
+    notes = UsageNotes()
+    notes.plan(StepPlan(observe=(), compress=(todo("a"), todo("b"))))
+    notes.report([packed("gone", 100, (52, 36))])
+    notes.forget({"b": None})
+    assert len(notes) == 1
+    (output,) = outputs("b")
+    notes.send([output])
+    assert news_of(output)["kept_tokens"] == 44.0
+
+
+def collected(*kept):
+    found = Collected()
+    for index, each in enumerate(kept):
+        found.note(SimpleNamespace(request_id=str(index), kv_compress=each))
+    found.note(SimpleNamespace(request_id="whole"))
+    return found
+
+
+def test_prompts_of_one_request_are_added_up():
+    one = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.25}
+    two = {**one, "prompt_tokens": 300, "kept_tokens": 30.5, "layer_tokens": [20, 41]}
+    assert collected().total() is None
+    both = collected(one, two).total()
+    assert both == {"method": "tova", "budget": 0.1, "prompt_tokens": 400, "kept_tokens": 40.8}
+    assert collected(two, two).total()["layer_tokens"] == [40, 82]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "data: [DONE]\n\n",
+        'data: {"choices":[{"text":"\\"usage\\":{"}]}\n\n',
+        'data: {"usage":{"input_tokens":3}}\n\n',
+        'data: {"a":{"usage":{"prompt_tokens":3}}}\n\n',
+        'event: message_start\ndata: {"usage":{"prompt_tokens":3}}\n\n',
+        SimpleNamespace(usage=None),
+    ],
+    ids=str,
+)
+def test_events_without_a_usage_of_openais_are_passed_on_as_they_are(event):
+    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
+    assert told(event, collected(kept)) is event
+
+
+def test_an_event_with_usage_keeps_what_vllm_says():
+    details = '"prompt_tokens_details":{"cached_tokens":2}'
+    event = f'data: {{"id":"é","usage":{{"prompt_tokens":3,{details}}}}}\n\n'
+    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
+    assert told(event, collected()) is event
+    assert told(event, collected(kept)) == (
+        'data: {"id":"é","usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2,'
+        '"kv_compress":{"method":"tova","budget":0.1,"prompt_tokens":100,"kept_tokens":10.0}}}}\n\n'
+    )

@@ -15,7 +15,7 @@ from vllm_kvcompress.probe_prompt import Limits
 
 _PATIENCE_S = 15.0  # vLLM's figures follow its next step
 _QUICK_S = 10.0
-_SHOWN = ("method", "budget", "window", "min_prompt", "pressure", "allow_override")
+_SHOWN = ("method", "budget", "window", "min_prompt", "pressure", "allow_override", "alias")
 
 
 def examine(
@@ -66,7 +66,8 @@ def _examine(
     before = host.metrics(_QUICK_S)
     if not _is_on(before, note, expect) or expect is False:
         return
-    limits = _limits(before, asked, longest)
+    model, asked_for = _addressed(before.info or {}, model, asked)
+    limits = _limits(before, asked_for, longest)
     prompt = _prompt(host, model, text, limits, tokens)
     plan = limits.plan(len(prompt))
     if plan is None:
@@ -88,6 +89,21 @@ def _model(host: Host) -> tuple[str, int]:
         raise Unreachable(f"{host.url}/v1/models answered {status}: {said(text)}{hint}")
     first = json.loads(text)["data"][0]
     return str(first["id"]), int(first.get("max_model_len") or 1 << 30)
+
+
+def _addressed(
+    info: Mapping[str, str], model: str, asked: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any]]:
+    """The name to ask under, and what that asks for.
+
+    A server that compresses nothing under its own name may do so under an alias.
+    """
+    if info.get("method") == "off" and not asked:
+        for name, meaning in json.loads(info.get("alias") or "{}").items():
+            method, _, budget = meaning.partition(":")
+            if budget:
+                return name, {"kv_compress": method, "kv_budget": budget}
+    return model, asked
 
 
 def _is_on(metrics: Metrics, note: Callable[[str, bool, str], bool], expect: bool | None) -> bool:

@@ -105,9 +105,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         description="Settings of the vllm-kvcompress plugin; off unless --kv-compress is given.",
     )
     for flag, (field, metavar, text) in FLAGS.items():
-        action = "append" if flag in _REPEATED else "store"
+        repeated: dict[str, Any] = {}
+        if flag in _REPEATED:  # a list in vLLM's --config arrives as several values of one flag
+            repeated = {"action": "extend", "nargs": "+"}
         group.add_argument(
-            flag, type=_one_field(field), action=action, metavar=metavar, default=None, help=text
+            flag, type=_one_field(field), metavar=metavar, default=None, help=text, **repeated
         )
     group.add_argument(
         "--kv-usage",

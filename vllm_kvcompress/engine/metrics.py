@@ -8,6 +8,7 @@ statistics on for an operator who switched them off, and not load it offline.
 """
 
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +102,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         self._count_refusals(model)
 
     def _inform(self, settings: CompressionConfig) -> None:
+        names = {alias.name: alias.meaning for alias in settings.alias}
         values = {
             "method": settings.compress,
             "budget": str(settings.budget),
@@ -109,6 +111,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),
             "allow_override": ",".join(settings.allow_override),
+            "alias": json.dumps(names) if names else "",
         }
         gauge = Gauge(
             "vllm:kv_compress_info",
