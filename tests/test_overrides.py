@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.overrides import how_to_ask, settings_for
 from vllm_kvcompress.policies.presets import PRESETS
 
 OPEN = CompressionConfig.parse(
@@ -85,6 +85,20 @@ def test_a_request_wins_over_its_alias_where_it_may():
     assert refusal(bounded, kv_alias="half", kv_compress="tova")[0] == "not_allowed"
     reason, message = refusal(bounded, kv_alias="full", kv_budget=0.3)
     assert (reason, "'full' stands for off" in message) == ("invalid", True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "asked"),
+    [
+        ({"compress": "cake", "alias": NAMED}, {}),
+        ({"compress": "off", "alias": {"full": "off", **NAMED}}, {"kv_alias": "half"}),
+        ({"compress": "off", "alias": NAMED, "allow_override": "off,h2o"}, {"kv_compress": "h2o"}),
+    ],
+)
+def test_whoever_asks_so_gets_what_the_engine_runs_first(raw, asked):
+    engine = CompressionConfig.parse(raw)
+    assert how_to_ask(engine) == asked
+    assert settings_for(engine, asked) == engine.variants[0]
 
 
 def test_a_server_without_compression_knows_no_alias():

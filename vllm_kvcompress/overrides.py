@@ -49,6 +49,20 @@ def settings_for(
     return settings if settings.enabled else None
 
 
+def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
+    """Extra arguments that get a request the first of `settings.variants`; none if it need not ask.
+
+    Args:
+        settings: of an engine that compresses something.
+    """
+    if settings.enabled:
+        return {}
+    for method in settings.allow_override:
+        if method != "off":
+            return {COMPRESS: method}
+    return {ALIAS: next(alias.name for alias in settings.alias if alias.method != "off")}
+
+
 def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
     """Method and budget that a request names; None when it names neither."""
     if not extra_args.keys() & set(_KEYS):

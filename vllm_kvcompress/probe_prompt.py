@@ -1,6 +1,8 @@
 """How long a prompt must be for compression to be seen at work."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
@@ -18,14 +20,15 @@ class Limits:
         layers: layers that share the page pool, L.
         block_size: tokens in a block.
         longest: tokens that a prompt and its answer may have together.
-        asks: the prompt's request must ask for its method: the server compresses nothing else.
+        asks: extra arguments by which the prompt's request asks for `settings`; none where it
+            gets them anyway.
     """
 
     settings: CompressionConfig
     layers: int
     block_size: int
     longest: int
-    asks: bool = False
+    asks: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answer(self) -> int:

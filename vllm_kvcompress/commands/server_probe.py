@@ -158,7 +158,6 @@ def _limits(metrics: Metrics, asked: Mapping[str, Any], longest: int) -> Limits:
         layers=len(layers),
         block_size=int(cache[0].labels["block_size"]),
         longest=longest,
-        asks=method is not None,
     )
 
 

@@ -10,7 +10,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.checks import Check
 from vllm_kvcompress.engine.recording import record, recorded
 from vllm_kvcompress.kept import KeptMap
-from vllm_kvcompress.overrides import COMPRESS
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.probe_prompt import Limits
 
@@ -55,7 +54,7 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
             temperature=0,
             max_tokens=limits.answer,
             ignore_eos=True,
-            extra_args={COMPRESS: limits.settings.compress} if limits.asks else None,
+            extra_args=dict(limits.asks) or None,
         ),
     )
     while engine.has_unfinished_requests():

@@ -16,6 +16,7 @@ from vllm_kvcompress.engine import probe
 from vllm_kvcompress.engine.installation import parser, sentence
 from vllm_kvcompress.engine.settings import settings_in
 from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.overrides import how_to_ask
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.probe_prompt import Limits
 
@@ -44,7 +45,7 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         layers=config.model_config.get_num_layers(config.parallel_config),
         block_size=config.cache_config.block_size,
         longest=config.model_config.max_model_len,
-        asks=not settings.enabled,
+        asks=how_to_ask(settings),
     )
     if spec["tokens"] is not None and not spec["exact"]:
         _plan(limits, spec["tokens"])  # before minutes are spent on the engine
