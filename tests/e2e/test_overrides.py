@@ -38,7 +38,8 @@ def model(demo_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    with serve(model, COMMON, tmp_path_factory.mktemp("server") / "log") as running:
+    flags = [*COMMON, "--enable-scale-out"]  # /inference/v1/generate
+    with serve(model, flags, tmp_path_factory.mktemp("server") / "log") as running:
         yield running
 
 

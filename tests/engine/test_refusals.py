@@ -472,7 +472,9 @@ def parse(*arguments: str) -> argparse.Namespace:
 
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    return parser.parse_args(["serve", *arguments])
+    args = parser.parse_args(["serve", *(word for word in arguments if word != "--model")])
+    args.model = args.model_tag  # as the command does first
+    return args
 
 
 def engine_args(*arguments: str):
