@@ -120,7 +120,7 @@ def test_trap_12_attention_that_a_packed_page_cannot_serve(
 @pytest.mark.parametrize("impl", [CompressedCPUImpl, CompressedFlashImpl, CompressedTritonImpl])
 def test_a_layer_that_a_checkpoint_turned_to_fp8(impl, stored, vllm_config, monkeypatch):
     """However it came to be: vLLM decides it per layer, while it builds the model."""
-    monkeypatch.setattr(flash_attn, "flash_attn_supports_quant_query_input", lambda: True,
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *a, **k: True,
                         raising=False)  # fmt: skip
     with (
         set_current_vllm_config(vllm_config),
