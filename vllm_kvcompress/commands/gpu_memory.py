@@ -34,7 +34,7 @@ class Defaults:
 def defaults_for(device: str, gpu_gib: float | None, ranks: int) -> Defaults:
     """vLLM's defaults for a server; of a GPU whose memory is not given, a large one's.
 
-    An A100 of 80 GiB is no large GPU to vLLM, which knows it by its name.
+    An A100 of 80 GiB is no large GPU to vLLM, nor a GB10 to its 0.33: it knows them by their names.
     """
     if device == "cpu":
         return Defaults(max_num_seqs=128 * ranks, batched_tokens=2048 * ranks)

@@ -95,8 +95,8 @@ def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
         return f"--max-num-seqs {defaults.max_num_seqs}, as vLLM's server takes it on a CPU."
     of = f"of {gpu_gib:g} GiB" if gpu_gib is not None else f"of {LARGE_GPU_GIB} GiB and more"
     return (
-        f"--max-num-seqs {defaults.max_num_seqs}, as vLLM takes it on GPUs {of}; on an A100, and"
-        f" below {LARGE_GPU_GIB} GiB, it takes 256."
+        f"--max-num-seqs {defaults.max_num_seqs}, as vLLM takes it on GPUs {of}; on an A100 or a"
+        f" GB10, and below {LARGE_GPU_GIB} GiB, it takes 256."
     )
 
 

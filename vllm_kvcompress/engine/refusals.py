@@ -139,7 +139,7 @@ def _executor(config: VllmConfig) -> str | None:
         )
     backend = parallel.distributed_executor_backend
     if backend == "ray":  # whose classes load only where Ray is installed
-        return _ray("ray", older=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
+        return _ray("ray", older=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True))
     executor = Executor.get_class(config)
     got = backend if isinstance(backend, str) else executor.__qualname__
     if executor.uses_ray:
