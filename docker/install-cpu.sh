@@ -10,7 +10,7 @@ python3.11 -m venv "$prefix"
 install() {
     "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
 }
-install --requirement "$source/requirements/cpu.lock"
+install --require-hashes --requirement "$source/requirements/cpu.lock"
 install --no-build-isolation "$source/packaging/vllm-metadata"
 install --no-build-isolation "$source"
 "$prefix/bin/python" "$source/docker/verify.py" cpu
