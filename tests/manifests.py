@@ -4,6 +4,7 @@ import io
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,38 @@ def one(objects: list[dict[str, Any]], kind: str, part: str = "") -> dict[str, A
     return found[0]
 
 
-def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """The container that serves."""
-    found: list[dict[str, Any]] = one(objects, "Deployment")["spec"]["template"]["spec"][
-        "containers"
-    ]
+def pods(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every pod template, those that serve first."""
+    found: list[dict[str, Any]] = []
+    for made in objects:
+        spec = made.get("spec", {})
+        if made["kind"] in {"Deployment", "Job"}:
+            found.append(spec["template"])
+        elif made["kind"] == "LeaderWorkerSet":
+            group = spec["leaderWorkerTemplate"]
+            found += [group["leaderTemplate"], group["workerTemplate"]]
+    assert found
+    return found
+
+
+def container(objects: list[dict[str, Any]], pod: int = 0) -> dict[str, Any]:
+    """The container of a pod template, by default of the one that serves."""
+    found: list[dict[str, Any]] = pods(objects)[pod]["spec"]["containers"]
     assert len(found) == 1
     return found[0]
 
 
-def arguments(objects: list[dict[str, Any]]) -> list[str]:
-    """The container's arguments, with ``$(NAME)`` replaced as kubelet replaces it."""
+def arguments(
+    objects: list[dict[str, Any]], pod: int = 0, more: Mapping[str, str] | None = None
+) -> list[str]:
+    """The container's arguments, with ``$(NAME)`` replaced as kubelet replaces it.
+
+    Args:
+        more: variables that neither the settings nor the manifest has, as an operator adds them.
+    """
     settings = one(objects, "ConfigMap", "settings")["data"]
-    filled = list(container(objects)["args"])
-    for name, value in settings.items():
+    filled = list(container(objects, pod)["args"])
+    for name, value in {**settings, **(more or {})}.items():
         filled = [argument.replace(f"$({name})", value) for argument in filled]
     assert not [argument for argument in filled if "$(" in argument], filled
     return filled

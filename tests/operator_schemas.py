@@ -1,12 +1,16 @@
-"""The Prometheus Operator's objects, as far as deploy/ uses them; any other field is an error.
+"""Objects of operators, as far as deploy/ uses them; any other field is an error.
 
-No package of the index carries the operator's own schemas. Field names and types are those of
-monitoring.coreos.com/v1.
+No package of the index carries the operators' own schemas. Field names and types are those of
+monitoring.coreos.com/v1, leaderworkerset.x-k8s.io/v1, gateway.networking.k8s.io/v1,
+serving.kserve.io/v1alpha1 and v1beta1. Pod templates inside them are Kubernetes' own and checked as
+that.
 """
 
 from typing import Any
 
 _DURATION = {"type": "string", "pattern": r"^([0-9]+(ms|s|m|h|d))+$"}
+_STRING = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 0}
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
@@ -19,11 +23,17 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }
 
 
-def _kind(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    metadata = _object({"name": {"type": "string"}}, labels=_STRINGS, annotations=_STRINGS)
-    version = {"const": "monitoring.coreos.com/v1"}
+def _kind(
+    kind: str, spec: dict[str, Any], version: str = "monitoring.coreos.com/v1"
+) -> dict[str, Any]:
+    metadata = _object({"name": _STRING}, namespace=_STRING, labels=_STRINGS, annotations=_STRINGS)
     return _object(
-        {"apiVersion": version, "kind": {"const": kind}, "metadata": metadata, "spec": spec}
+        {
+            "apiVersion": {"const": version},
+            "kind": {"const": kind},
+            "metadata": metadata,
+            "spec": spec,
+        }
     )
 
 
@@ -41,7 +51,114 @@ _ALERT = _object(
     labels=_STRINGS,
     annotations=_STRINGS,
 )
+_ITS_POD = {"type": "object"}  # checked as Kubernetes' own
+_TEMPLATE = _object({"spec": _ITS_POD}, metadata=_object({}, labels=_STRINGS, annotations=_STRINGS))
+_SHARE = {"type": ["integer", "string"]}
+_MATCH = _object(
+    {},
+    path=_object(
+        {"type": {"enum": ["Exact", "PathPrefix", "RegularExpression"]}},
+        value={"type": "string", "pattern": "^/"},
+    ),
+    method={"enum": ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"]},
+)
+_FORMAT = _object(
+    {"name": _STRING}, version=_STRING, autoSelect={"type": "boolean"}, priority=_COUNT
+)
 SCHEMAS = {
+    "LeaderWorkerSet": _kind(
+        "LeaderWorkerSet",
+        _object(
+            {
+                "leaderWorkerTemplate": _object(
+                    {"workerTemplate": _TEMPLATE},
+                    leaderTemplate=_TEMPLATE,
+                    size={"type": "integer", "minimum": 1},
+                    restartPolicy={
+                        "enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+                    },
+                )
+            },
+            replicas=_COUNT,
+            startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+            rolloutStrategy=_object(
+                {"type": {"const": "RollingUpdate"}},
+                rollingUpdateConfiguration=_object(
+                    {}, maxUnavailable=_SHARE, maxSurge=_SHARE, partition=_COUNT
+                ),
+            ),
+            networkConfig=_object({"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}}),
+        ),
+        "leaderworkerset.x-k8s.io/v1",
+    ),
+    "HTTPRoute": _kind(
+        "HTTPRoute",
+        _object(
+            {
+                "parentRefs": {
+                    "type": "array",
+                    "items": _object(
+                        {"name": _STRING}, namespace=_STRING, sectionName=_STRING, port=_COUNT
+                    ),
+                },
+                "rules": {
+                    "type": "array",
+                    "items": _object(
+                        {
+                            "backendRefs": {
+                                "type": "array",
+                                "items": _object({"name": _STRING, "port": _COUNT}),
+                            }
+                        },
+                        matches={"type": "array", "minItems": 1, "items": _MATCH},
+                    ),
+                },
+            },
+            hostnames={"type": "array", "items": _STRING},
+        ),
+        "gateway.networking.k8s.io/v1",
+    ),
+    "ServingRuntime": _kind(
+        "ServingRuntime",
+        _object(
+            {"containers": {"type": "array", "minItems": 1, "items": _ITS_POD}},
+            supportedModelFormats={"type": "array", "items": _FORMAT},
+            protocolVersions={"type": "array", "items": _STRING},
+            multiModel={"type": "boolean"},
+            annotations=_STRINGS,
+            labels=_STRINGS,
+            volumes={"type": "array", "items": _ITS_POD},
+            tolerations={"type": "array", "items": _ITS_POD},
+        ),
+        "serving.kserve.io/v1alpha1",
+    ),
+    "InferenceService": _kind(
+        "InferenceService",
+        _object(
+            {
+                "predictor": _object(
+                    {
+                        "model": _object(
+                            {"modelFormat": _object({"name": _STRING}, version=_STRING)},
+                            runtime=_STRING,
+                            storageUri=_STRING,
+                            args={"type": "array", "items": _STRING},
+                            env={"type": "array", "items": _ITS_POD},
+                            resources=_ITS_POD,
+                        )
+                    },
+                    minReplicas=_COUNT,
+                    maxReplicas=_COUNT,
+                    timeout=_COUNT,
+                    serviceAccountName=_STRING,
+                    automountServiceAccountToken={"type": "boolean"},
+                    securityContext=_ITS_POD,
+                    terminationGracePeriodSeconds=_COUNT,
+                )
+            }
+        ),
+        "serving.kserve.io/v1beta1",
+    ),
     "ServiceMonitor": _kind(
         "ServiceMonitor",
         _object(
