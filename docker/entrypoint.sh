@@ -17,6 +17,13 @@ for name in HOME HF_HOME VLLM_CACHE_ROOT TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DI
     exit 2
 done
 
+# vLLM takes an empty key for none, and would serve everybody
+if [ "${VLLM_API_KEY-unset}" = "" ]; then
+    echo "entrypoint: VLLM_API_KEY must hold a key or be unset, and it is set and empty;" \
+        "write the key into the Secret that it comes from" >&2
+    exit 2
+fi
+
 case ${1:-} in
 vllm | kvcompress) ;;
 *) set -- vllm serve "$@" ;;

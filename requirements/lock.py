@@ -2,9 +2,9 @@
 
     python requirements/lock.py UV LOCK...
 
-A lock's versions stay as they are: change a pin in the lock, then run this. The hashes are those that
-PyPI lists for that version, of every platform. torch's CPU build is not on PyPI: its hashes are kept
-as long as its version is, and a new version's are to be written by hand (`pip hash`), from PyTorch's index.
+A lock's versions stay as they are: change a pin in the lock, then run this. The hashes are those
+that PyPI lists for that version, of every platform. torch's CPU build is not on PyPI: its hashes
+are kept as long as its version is. Write a new version's by hand: `pip hash` of PyTorch's wheels.
 """
 
 import re

