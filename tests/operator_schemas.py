@@ -65,6 +65,55 @@ _MATCH = _object(
 _FORMAT = _object(
     {"name": _STRING}, version=_STRING, autoSelect={"type": "boolean"}, priority=_COUNT
 )
+_KEY = _object({"secretName": _STRING, "secretKey": _STRING})
+_STRING_LIST = {"type": "array", "items": _STRING}
+# Values of vLLM's production-stack chart: names and types of its values.schema.json.
+PRODUCTION_STACK = _object(
+    {
+        "servingEngineSpec": _object(
+            {
+                "modelSpec": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": _object(
+                        {
+                            "name": _STRING,
+                            "repository": _STRING,
+                            "tag": _STRING,
+                            "modelURL": _STRING,
+                            "replicaCount": {"type": "integer"},
+                            "requestCPU": {"type": "integer"},
+                            "requestMemory": _STRING,
+                            "requestGPU": {"type": ["integer", "number", "string"]},
+                        },
+                        pvcStorage=_STRING,
+                        pvcAccessMode=_STRING_LIST,
+                        shmSize=_STRING,
+                        hf_token=_KEY,
+                        vllmConfig=_object(
+                            {},
+                            tensorParallelSize={"type": "integer"},
+                            enablePrefixCaching={"type": "boolean"},
+                            maxModelLen={"type": "integer"},
+                            extraArgs=_STRING_LIST,
+                        ),
+                    ),
+                }
+            },
+            vllmApiKey=_KEY,
+            securityContext=_ITS_POD,
+            containerSecurityContext=_ITS_POD,
+            serviceMonitor=_object(
+                {"enabled": {"type": "boolean"}},
+                additionalLabels=_STRINGS,
+                relabelings={
+                    "type": "array",
+                    "items": _object({"targetLabel": _STRING, "replacement": _STRING}),
+                },
+            ),
+        )
+    }
+)
 SCHEMAS = {
     "LeaderWorkerSet": _kind(
         "LeaderWorkerSet",

@@ -1,20 +1,32 @@
 """deploy/: every overlay renders, is valid, is locked down, and gives vLLM what it accepts."""
 
+import asyncio
 import re
 import shutil
 
+import httpx
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
-from manifests import OVERLAYS, ROOT, arguments, container, one, pods, render
+from manifests import (
+    NEWEST,
+    OLDEST,
+    OVERLAYS,
+    ROOT,
+    arguments,
+    container,
+    one,
+    parsed,
+    pods,
+    render,
+)
 from operator_schemas import SCHEMAS
 
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
 SERVING = [name for name in NAMES if name != "prefetch"]
 GPU = [name for name in SERVING if name != "cpu"]
-OLDEST, NEWEST = "1.29", "1.37"  # of Kubernetes
 GROUP = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "vllm-group-0.vllm-group.default"}
 README = (ROOT / "deploy" / "README.md").read_text()
 
@@ -367,22 +379,6 @@ def test_the_autoscaler_asks_for_the_adapters_metric(rendered):
     assert "replicas" not in target["spec"]  # it is the autoscaler's
 
 
-def parsed(argv):
-    """The arguments as `vllm serve` parses and folds them."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    import vllm_kvcompress
-
-    vllm_kvcompress.register()
-    parser = FlexibleArgumentParser()
-    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    args = parser.parse_args(["serve", *argv])
-    args.model = args.model_tag  # as the command does first
-    return args, AsyncEngineArgs.from_cli_args(args)
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SERVING)
 def test_vllm_takes_the_arguments(rendered, name, demo_model):
@@ -421,6 +417,31 @@ def test_off_is_off(rendered, demo_model):
     _, engine = parsed([demo_model, *argv])
     settings = CompressionConfig.parse(engine.additional_config.get("kvcompress", {}))
     assert not settings.active
+
+
+@pytest.mark.engine
+def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
+    """What vLLM's own application answers without a key, path by path."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    args, _ = parsed([demo_model, "--api-key=secret"])
+    app = build_app(args, ("generate",))
+    paths = {route.path: getattr(route, "methods", None) or {"GET"} for route in app.routes}
+
+    async def statuses():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+            return {
+                path: (await client.request(sorted(methods)[0], path)).status_code
+                for path, methods in paths.items()
+            }
+
+    answered = asyncio.run(statuses())
+    assert answered["/v1/chat/completions"] == 401
+    assert answered["/version"] == 200
+    section = README.partition("## Who gets in")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(/[\w/.-]+)`", "".join(re.findall(r"^\| `.*", section, re.M))))
+    assert named == {path for path, status in answered.items() if status != 401}
 
 
 @pytest.mark.engine

@@ -1,0 +1,102 @@
+"""deploy/'s recipes for others' charts, runtimes and proxies.
+
+No package of the index carries production-stack's schema, and KServe's and LiteLLM's bring half of
+another server. So their fields are written down in operator_schemas, and vLLM parses what reaches
+it.
+"""
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from manifests import NEWEST, OLDEST, ROOT, arguments, parsed
+from operator_schemas import PRODUCTION_STACK, SCHEMAS
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.overrides import settings_for
+
+DEPLOY = ROOT / "deploy"
+
+
+def read(path):
+    return yaml.safe_load((DEPLOY / path).read_text())
+
+
+RUNTIME, SERVICE = read("kserve/servingruntime.yaml"), read("kserve/inferenceservice.yaml")
+STACK = read("production-stack/values.yaml")["servingEngineSpec"]
+LITELLM = read("litellm/config.yaml")["model_list"]
+
+
+def kserve_pod():
+    """The pod that KServe makes of both: the service's model over the runtime's container."""
+    (own,) = RUNTIME["spec"]["containers"]
+    predictor = SERVICE["spec"]["predictor"]
+    own = {**own, "resources": predictor["model"]["resources"]}
+    kept = ("automountServiceAccountToken", "securityContext", "terminationGracePeriodSeconds")
+    return {
+        "containers": [own],
+        "volumes": RUNTIME["spec"]["volumes"],
+        "tolerations": RUNTIME["spec"]["tolerations"],
+        **{name: predictor[name] for name in kept},
+    }
+
+
+def stack_pod():
+    """The part of the chart's pod that the values write word for word."""
+    own = {"name": "vllm", "image": "any", "securityContext": STACK["containerSecurityContext"]}
+    return {"containers": [own], "securityContext": STACK["securityContext"]}
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("spec", [kserve_pod(), stack_pod()], ids=["kserve", "production-stack"])
+def test_the_pods_are_valid(spec, version):
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}, "spec": spec}
+    kubernetes_validate.validate(pod, version, strict=True)
+
+
+def test_every_field_is_one_that_the_project_has():
+    jsonschema.validate(RUNTIME, SCHEMAS["ServingRuntime"])
+    jsonschema.validate(SERVICE, SCHEMAS["InferenceService"])
+    jsonschema.validate({"servingEngineSpec": STACK}, PRODUCTION_STACK)
+    model = SERVICE["spec"]["predictor"]["model"]
+    assert model["runtime"] == RUNTIME["metadata"]["name"]
+    formats = [entry["name"] for entry in RUNTIME["spec"]["supportedModelFormats"]]
+    assert model["modelFormat"]["name"] in formats
+    (own,) = RUNTIME["spec"]["containers"]
+    assert own["name"] == "kserve-container"  # the one that KServe gives the model to
+    mounted = {mount["mountPath"] for mount in own["volumeMounts"]}
+    assert mounted == {"/models", "/scratch", "/tmp", "/dev/shm"}
+
+
+def flags(name):
+    if name == "kserve":
+        (own,) = RUNTIME["spec"]["containers"]
+        return [*own["args"][1:], *SERVICE["spec"]["predictor"]["model"]["args"]]
+    (model,) = STACK["modelSpec"]
+    return ["--host=0.0.0.0", "--port=8000", *model["vllmConfig"]["extraArgs"]]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["kserve", "production-stack"])
+def test_vllm_takes_their_arguments(name, rendered, demo_model):
+    args, engine = parsed([demo_model, *flags(name)])
+    assert (args.host, args.port) == ("0.0.0.0", 8000)
+    settings = CompressionConfig.parse(engine.additional_config["kvcompress"])
+    _, ours = parsed([demo_model, *arguments(rendered["gpu"])[1:]])
+    assert settings == CompressionConfig.parse(ours.additional_config["kvcompress"])
+
+
+@pytest.mark.parametrize("name", ["gpu", "canary"])
+def test_litellms_names_stand_for_what_the_pods_allow(rendered, name):
+    given = dict(a[5:].split("=", 1) for a in arguments(rendered[name]) if a[:5] == "--kv-")
+    pods = CompressionConfig.parse({k.replace("-", "_"): v for k, v in given.items()})
+    asked = {}
+    for entry in LITELLM:
+        parameters = entry["litellm_params"]
+        assert parameters.keys() == {"model", "api_base", "api_key", "extra_body"}
+        assert parameters["model"].startswith("hosted_vllm/")  # passes extra_body on as it is
+        assert parameters["api_key"] == "os.environ/VLLM_API_KEY"
+        asked[entry["model_name"]] = settings_for(pods, parameters["extra_body"]["vllm_xargs"])
+    assert asked["llama-3.1-8b"] is None
+    compressed = asked["llama-3.1-8b@kv0.2"]
+    assert (compressed.compress, compressed.budget) == ("cake", 0.2)
