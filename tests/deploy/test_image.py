@@ -44,9 +44,11 @@ def test_what_follows_runs_the_steps_of_the_dockerfile():
     ]
 
 
-def run(image: ImageRoot, command: list[str], log: Path) -> tuple[int, str]:
+def run(
+    image: ImageRoot, command: list[str], log: Path, user: str = IMAGE.rest["USER"]
+) -> tuple[int, str]:
     """Status and output of another command in the image, as `docker exec` runs it."""
-    started = image.start(command, IMAGE.env, IMAGE.rest["USER"], [], log)
+    started = image.start(command, IMAGE.env | {"HF_HUB_OFFLINE": "1"}, user, [], log)
     return started.wait(600), log.read_text()
 
 
@@ -60,6 +62,22 @@ def test_nothing_outside_the_volumes_can_be_written(image, tmp_path):
     # /models is read-only here: the model is there, and HF_HUB_OFFLINE says so
     assert said.split("\n")[:-2] == ["10001", "writes /scratch", "writes /tmp", "writes /dev/shm"]
     assert said.split()[-1] == "0000000000000000"
+
+
+def test_any_user_of_group_0_may_run_it(image, tmp_path):
+    """OpenShift's way: a number that no file of the image knows, and group 0."""
+    user = "1000680000:0"
+    status, said = run(
+        image, [*IMAGE.command("ENTRYPOINT"), "kvcompress", "--help"], tmp_path / "entry", user
+    )
+    assert status == 0, said  # every folder that it wants can be written
+    # torch asks for the user's name and writes its caches and kernels
+    script = "import torch; print(torch.compile(lambda x: x + 1)(torch.zeros(3)).sum().item())"
+    status, said = run(image, ["python", "-c", script], tmp_path / "compiled", user)
+    assert status == 0, said
+    assert said.split()[-1] == "3.0"
+    for path in (image.path / "scratch").iterdir():  # another user starts next
+        shutil.rmtree(path)
 
 
 def test_start_answer_health_drain_and_end(image, tmp_path):
