@@ -64,11 +64,13 @@ def test_the_schemas_refuse_what_kubernetes_would(rendered):
         jsonschema.validate(broken, SCHEMAS["ServiceMonitor"])
 
 
-def test_a_kubectl_of_this_machine_renders_the_same(rendered, kubectl_binary):
+def test_a_kubectl_of_this_machine_renders_the_same(rendered):
     """Users have other versions than the one in the lock; here is one more if there is one."""
-    for binary in filter(None, {shutil.which("kubectl"), str(kubectl_binary)}):
-        for name in NAMES:
-            assert render(binary, name) == rendered[name], (binary, name)
+    other = shutil.which("kubectl")
+    if other is None:
+        pytest.skip("there is no other kubectl on this machine")
+    for name in NAMES:
+        assert render(other, name) == rendered[name], name
 
 
 def test_it_may_do_nothing_that_it_need_not(any_objects, request):
@@ -345,8 +347,6 @@ def test_the_example_changes_what_it_says(rendered):
 
 
 def test_the_gateway_forwards_what_the_key_guards_and_nothing_else(rendered):
-    from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
-
     route = one(rendered["example"], "HTTPRoute")["spec"]
     assert route["parentRefs"] == [{"name": "public", "namespace": "istio-ingress"}]
     assert route["hostnames"] == ["llm.example.com"]
@@ -355,9 +355,8 @@ def test_the_gateway_forwards_what_the_key_guards_and_nothing_else(rendered):
     (target,) = rule["backendRefs"]
     assert target["name"] == service["metadata"]["name"]
     assert target["port"] == service["spec"]["ports"][0]["port"]
-    for match in rule["matches"]:
-        assert match["path"]["type"] == "PathPrefix"
-        assert match["path"]["value"] in GUARDED_PREFIX
+    # that each of these paths wants the key is the test of the README's table
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
 
 
 def test_probes_and_service_reach_the_port(objects):
@@ -438,6 +437,7 @@ def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
 
     answered = asyncio.run(statuses())
     assert answered["/v1/chat/completions"] == 401
+    assert {status for path, status in answered.items() if path.startswith("/v1/")} == {401}
     assert answered["/version"] == 200
     section = README.partition("## Who gets in")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(/[\w/.-]+)`", "".join(re.findall(r"^\| `.*", section, re.M))))
