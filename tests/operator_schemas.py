@@ -101,6 +101,7 @@ PRODUCTION_STACK = _object(
                 }
             },
             vllmApiKey=_KEY,
+            startupProbe=_object({}, periodSeconds=_COUNT, failureThreshold=_COUNT),
             securityContext=_ITS_POD,
             containerSecurityContext=_ITS_POD,
             serviceMonitor=_object(
