@@ -5,6 +5,7 @@ See `image_root`: a read-only root file system, a user without rights, and proce
 
 import concurrent.futures
 import os
+import shutil
 import signal
 import subprocess
 import time
