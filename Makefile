@@ -11,7 +11,7 @@ MODEL := .cache/smollm2-135m-instruct
 TOOLS := .cache/tools
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test lint kernels-sm90 bench locks sbom clean
+.PHONY: help setup packages model demo serve test lint compat kernels-sm90 bench locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -61,6 +61,10 @@ packages:
 test: packages model lint  ## everything CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --slowest-files 15
+
+# Beside `make test`, which runs on the lock's vLLM. VLLM=0.33.0: that version alone. TESTS=...: those alone.
+compat: model  ## the tests that vLLM can change, on the other versions of vLLM that are accepted
+	@$(BIN)/python packaging/compat $(addprefix --vllm ,$(VLLM)) $(TESTS)
 
 kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
 	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md

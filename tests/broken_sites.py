@@ -1,10 +1,10 @@
 """Python that runs before anything else in every process of a command, and breaks what it finds."""
 
-WITHOUT_VLLM = """
+_WITHOUT = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def finding(name, *args, **kwargs):
-    gone = name.split(".")[0] in {"vllm", "transformers"}
+    gone = name.split(".")[0] in {packages!r}
     return None if gone else find(name, *args, **kwargs)
 PathFinder.find_spec = staticmethod(finding)
 """
@@ -31,3 +31,8 @@ sys.meta_path.insert(0, Broken())
 def broken(module: str, breaking: str) -> str:
     """A site in which one statement about `module` was executed once it was imported."""
     return _ON_IMPORT.format(module=module, breaking=breaking)
+
+
+def without(*packages: str) -> str:
+    """A site in which these packages are not installed."""
+    return _WITHOUT.format(packages=packages)

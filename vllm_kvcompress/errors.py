@@ -29,4 +29,13 @@ class OverrideError(ConfigError):
 
 
 class SeamError(KVCompressError, RuntimeError):
-    """An extension point of the running vLLM differs from what we need."""
+    """An extension point of the running vLLM differs from what we need, or cannot be imported.
+
+    Args:
+        problem: what is not as it must be.
+        cure: what to do, where it is not part of `problem`.
+    """
+
+    def __init__(self, problem: str, cure: str = "") -> None:
+        super().__init__(f"{problem}; {cure}" if cure else problem)
+        self.problem, self.cure = problem, cure

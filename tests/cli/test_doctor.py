@@ -8,7 +8,7 @@ import zlib
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from broken_sites import WITHOUT_VLLM, broken
+from broken_sites import broken, without
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compressor import PromptCompressor
 from vllm_kvcompress.engine.kv_cache import CompressedManager
@@ -185,6 +185,24 @@ def test_a_vllm_without_a_seam_is_found(examined, monkeypatch):
     assert "no vllm.v1.core.block_pool:BlockPool.evict_blocks" in found["seams"]["detail"]
 
 
+@pytest.mark.parametrize(
+    ("package", "check", "cure"),
+    [
+        # imported behind most seams, and not by vLLM itself
+        ("partial_json_parser", "seams", "run `pip install 'partial-json-parser'`"),
+        # vLLM itself needs it; its distribution has another name
+        ("openai_harmony", "versions", "run `pip check`, and install what it names"),
+    ],
+)
+def test_a_package_that_vllm_needs_is_named_once(run, package, check, cure):
+    found = checks(run("doctor", "--json", site=without(package)))
+    detail = found[check]["detail"]
+    assert not found[check]["ok"]
+    assert detail.count(f"needs the Python package {package}, which is not installed") == 1
+    assert detail.endswith(cure)
+    assert "has no" not in detail
+
+
 def test_a_process_that_crashes_leaves_a_report(run):
     site = broken(
         "vllm_kvcompress.engine.seams",
@@ -200,7 +218,7 @@ def test_a_process_that_crashes_leaves_a_report(run):
 
 
 def test_vllm_is_not_installed(run):
-    done = run("doctor", site=WITHOUT_VLLM)
+    done = run("doctor", site=without("vllm", "transformers"))
     assert done.returncode == 1
     assert "vLLM is not installed for this Python" in done.stdout
     assert done.stderr == ""

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import vllm
@@ -43,6 +44,64 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         seam.check("0.32.0")
     assert "install a vLLM in" in str(refusal.value)
     assert "without --kv-compress" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("imports", "message"),
+    [
+        (
+            "import no_such_package.part",
+            "vLLM 0.33.0 needs the Python package no_such_package, which is not installed;"
+            " run `pip check`, and install what it names",
+        ),
+        (  # no environment of the tests has it, and vLLM asks for it
+            "import torchcodec",
+            "vLLM 0.33.0 needs the Python package torchcodec, which is not installed;"
+            " run `pip install 'torchcodec>=0.14'`",
+        ),
+        (
+            "import pydantic.no_such_part",
+            f"vLLM 0.33.0 imports pydantic.no_such_part, which the installed pydantic"
+            f" {version('pydantic')} does not have; run `pip install 'pydantic>=2.12.0'`",
+        ),
+        (
+            "import vllm.no_such_part",
+            "vLLM 0.33.0 lacks its own module vllm.no_such_part; install vLLM 0.33.0 again, it is"
+            " not whole",
+        ),
+        (
+            "from json import no_such_name",
+            "vLLM 0.33.0 cannot import its importing.seam here (ImportError: cannot import name"
+            " 'no_such_name' from 'json'",
+        ),
+        (
+            "try: import no_such_package\n"
+            "except ImportError as e: raise ImportError('lazy') from e",
+            "vLLM 0.33.0 needs the Python package no_such_package, which is not installed",
+        ),
+        (
+            "raise RuntimeError('operator torchvision::nms does not exist')",
+            "(RuntimeError: operator torchvision::nms does not exist); run `pip check`",
+        ),
+    ],
+    ids=["missing", "missing with its version", "older", "not whole", "name", "lazy", "other"],
+)
+def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
+    imports, message, tmp_path, monkeypatch
+):
+    """A package that vLLM needs is not a seam that vLLM lost: another vLLM would not help."""
+    (tmp_path / "importing").mkdir()
+    (tmp_path / "importing" / "seam.py").write_text(imports + "\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "importing.seam", raising=False)
+    monkeypatch.delitem(sys.modules, "importing", raising=False)
+    seam = Seam(
+        name="x", target="importing.seam:Thing", kind="wrap", params=(), remove_when="never"
+    )
+    with pytest.raises(SeamError) as refusal:
+        seam.check("0.33.0")
+    assert message in str(refusal.value)
+    assert "install a vLLM in" not in str(refusal.value)
 
 
 def test_check_all_stops_at_the_first_lost_seam(monkeypatch):

@@ -7,14 +7,15 @@ wrong flag ends it with status 2 and a sentence on stderr.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
 from typing import Any
 
 from vllm_kvcompress.checks import Check, Failed, Tell, require
-from vllm_kvcompress.engine.installation import check_seams, plugin, versions
-from vllm_kvcompress.errors import KVCompressError
+from vllm_kvcompress.engine.import_failures import import_failure, installed_vllm
+from vllm_kvcompress.errors import KVCompressError, SeamError
 
 
 def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
@@ -27,6 +28,14 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
             `buckets` of the map, or None.
     """
     try:
+        _import_vllm()
+    except SeamError as e:
+        tell(Check(name="versions", ok=False, detail=str(e)))
+        return None
+    try:
+        # not before: it imports vLLM
+        from vllm_kvcompress.engine.installation import check_seams, plugin, versions
+
         for check in (versions, plugin, check_seams):
             require(tell, check())
         if "--model" not in spec["arguments"]:
@@ -37,6 +46,15 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         return try_model(spec, tell)
     except Failed:
         return None
+
+
+def _import_vllm() -> None:
+    """Raise SeamError, with what is missing, where vLLM itself cannot be imported."""
+    module = "vllm.engine.arg_utils"
+    try:
+        importlib.import_module(module)
+    except Exception as e:  # anything may go wrong while others are imported
+        raise import_failure(module, e, installed_vllm()) from e
 
 
 def main() -> None:

@@ -58,17 +58,19 @@ def plugin() -> Check:
 
 
 def check_seams(seams: Sequence[Seam] = SEAMS) -> Check:
-    """Whether this vLLM has every place that compression needs on this platform."""
+    """Whether this vLLM has every place that compression needs on this platform, and what to do."""
     here = "cuda" if current_platform.is_cuda() else "cpu"
     needed = [seam for seam in seams if seam.on in ("", here)]
-    missing = []
+    found = []
     for seam in needed:
         try:
             seam.check(vllm.__version__)
         except SeamError as e:
-            missing.append(str(e).split(";")[0])
-    if missing:
-        return Check(name="seams", ok=False, detail="; ".join(missing))
+            found.append(e)
+    if found:
+        # one missing package is behind many seams
+        said = dict.fromkeys([*(e.problem for e in found), *(e.cure for e in found)])
+        return Check(name="seams", ok=False, detail="; ".join(said))
     return Check(name="seams", ok=True, detail=f"all {len(needed)} for {here} are there")
 
 

