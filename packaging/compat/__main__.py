@@ -93,8 +93,9 @@ def show(results: list[Result], console: Console) -> None:
     """Print the table."""
     table = Table("vLLM", "passed", "failed", "skipped", "what ran")
     for result in results:
-        tests = (str(n) for n in (result.passed, result.failed, result.skipped))
-        table.add_row(result.vllm, *(tests if result.status is not None else "---"), result.build)
+        tests = (result.passed, result.failed, result.skipped)
+        cells = map(str, tests) if result.status is not None else "-" * len(tests)
+        table.add_row(result.vllm, *cells, result.build)
     console.print(table)
 
 

@@ -3,10 +3,11 @@
 import importlib
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import requires, version
 
 import pytest
 import vllm
+from packaging.requirements import Requirement
 
 from checkpoints import make
 from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam, check_all
@@ -116,6 +117,12 @@ def test_check_all_stops_at_the_first_lost_seam(monkeypatch):
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.0+cpu", "0.33.1", "0.32.1rc1"])
 def test_supported_versions(version):
     assert TESTED.contains(version, prereleases=True)
+
+
+def test_the_package_asks_for_the_versions_that_are_accepted():
+    extras = [Requirement(text) for text in requires("vllm-kvcompress")]
+    (vllm_of_cuda,) = (one for one in extras if one.name == "vllm")
+    assert vllm_of_cuda.specifier == TESTED
 
 
 FRESH = """
