@@ -1,5 +1,6 @@
 """packaging/compat: its environments, made by the real pip from tiny wheels, and what it counts."""
 
+import importlib.util
 import io
 import os
 import shutil
@@ -25,6 +26,16 @@ def environments(monkeypatch):
     import environments
 
     return environments
+
+
+@pytest.fixture
+def compat(environments, monkeypatch):
+    """The script itself, as a module."""
+    spec = importlib.util.spec_from_file_location("compat", COMPAT / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "compat", module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str], requires=()) -> None:
@@ -148,13 +159,7 @@ def test_what_pip_cannot_do_is_one_sentence(environments, base, tmp_path, monkey
         environments.build("8.0", base, folder)
 
 
-def test_results_are_counted_and_a_failure_is_one(environments, tmp_path, monkeypatch):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("compat", COMPAT / "__main__.py")
-    compat = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "compat", compat)
-    spec.loader.exec_module(compat)
+def test_results_are_counted_and_a_failure_is_one(environments, compat, tmp_path):
     tests = tmp_path / "test_three.py"
     tests.write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert False\n"
@@ -176,12 +181,10 @@ def test_results_are_counted_and_a_failure_is_one(environments, tmp_path, monkey
     ]
 
 
-def test_every_accepted_minor_version_is_run_somewhere(environments):
-    text = (COMPAT / "__main__.py").read_text()
+def test_every_accepted_minor_version_is_run_somewhere(environments, compat):
     minors = {f"0.{n}" for n in range(100) if f"0.{n}.0" in environments.accepted()}
-    (line,) = (line for line in text.splitlines() if line.startswith("VERSIONS"))
-    names = [*eval(line.partition("=")[2]), environments.locked()]
-    assert sorted(name.rpartition(".")[0] for name in names) == sorted(minors)
+    versions = [*compat.VERSIONS, environments.locked()]
+    assert sorted(version.rpartition(".")[0] for version in versions) == sorted(minors)
 
 
 def test_everything_that_pins_a_vllm_pins_the_same_one(environments):
