@@ -36,3 +36,6 @@ def broken(module: str, breaking: str) -> str:
 def without(*packages: str) -> str:
     """A site in which these packages are not installed."""
     return _WITHOUT.format(packages=packages)
+
+
+WITHOUT_VLLM = without("vllm", "transformers")

@@ -8,7 +8,7 @@ import zlib
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from broken_sites import broken, without
+from broken_sites import WITHOUT_VLLM, broken, without
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compressor import PromptCompressor
 from vllm_kvcompress.engine.kv_cache import CompressedManager
@@ -218,7 +218,7 @@ def test_a_process_that_crashes_leaves_a_report(run):
 
 
 def test_vllm_is_not_installed(run):
-    done = run("doctor", site=without("vllm", "transformers"))
+    done = run("doctor", site=WITHOUT_VLLM)
     assert done.returncode == 1
     assert "vLLM is not installed for this Python" in done.stdout
     assert done.stderr == ""
