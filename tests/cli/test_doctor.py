@@ -188,9 +188,9 @@ def test_a_vllm_without_a_seam_is_found(examined, monkeypatch):
 @pytest.mark.parametrize(
     ("package", "check", "cure"),
     [
-        # imported behind most seams, and not by vLLM itself
-        ("partial_json_parser", "seams", "run `pip install 'partial-json-parser'`"),
-        # vLLM itself needs it; its distribution has another name
+        # imported when vLLM is asked for its flags
+        ("partial_json_parser", "plugin", "run `pip install 'partial-json-parser'`"),
+        # imported with vLLM itself; its distribution has another name
         ("openai_harmony", "versions", "run `pip check`, and install what it names"),
     ],
 )

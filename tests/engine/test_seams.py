@@ -10,6 +10,7 @@ import vllm
 from packaging.requirements import Requirement
 
 from checkpoints import make
+from vllm_kvcompress.engine.installation import check_seams
 from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam, check_all
 from vllm_kvcompress.errors import SeamError
 
@@ -72,7 +73,7 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         ),
         (
             "from json import no_such_name",
-            "vLLM 0.33.0 cannot import its importing.seam here (ImportError: cannot import name"
+            "vLLM 0.33.0 cannot import importing.seam here (ImportError: cannot import name"
             " 'no_such_name' from 'json'",
         ),
         (
@@ -103,6 +104,9 @@ def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
         seam.check("0.33.0")
     assert message in str(refusal.value)
     assert "install a vLLM in" not in str(refusal.value)
+    # and `kvcompress doctor` says it once for all that it is behind
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    assert check_seams([seam, seam]).detail == str(refusal.value)
 
 
 def test_check_all_stops_at_the_first_lost_seam(monkeypatch):

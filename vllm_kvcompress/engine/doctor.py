@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from vllm_kvcompress.checks import Check, Failed, Tell, require
@@ -28,16 +29,12 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
             `buckets` of the map, or None.
     """
     try:
-        _import_vllm()
-    except SeamError as e:
-        tell(Check(name="versions", ok=False, detail=str(e)))
-        return None
-    try:
+        require(tell, _made("versions", _versions))
         # not before: it imports vLLM
-        from vllm_kvcompress.engine.installation import check_seams, plugin, versions
+        from vllm_kvcompress.engine.installation import check_seams, plugin
 
-        for check in (versions, plugin, check_seams):
-            require(tell, check())
+        require(tell, _made("plugin", plugin))
+        require(tell, _made("seams", check_seams))
         if "--model" not in spec["arguments"]:
             return None
         # not before: it imports what the seams are about
@@ -48,13 +45,25 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         return None
 
 
-def _import_vllm() -> None:
-    """Raise SeamError, with what is missing, where vLLM itself cannot be imported."""
+def _versions() -> Check:
     module = "vllm.engine.arg_utils"
     try:
         importlib.import_module(module)
     except Exception as e:  # anything may go wrong while others are imported
-        raise import_failure(module, e, installed_vllm()) from e
+        raise import_failure(e, installed_vllm(), module) from e
+    from vllm_kvcompress.engine.installation import versions
+
+    return versions()
+
+
+def _made(name: str, check: Callable[[], Check]) -> Check:
+    """A check's result; not ok where it could not be made for what vLLM could not import."""
+    try:
+        return check()
+    except SeamError as e:
+        return Check(name=name, ok=False, detail=str(e))
+    except ImportError as e:  # vLLM imports much of itself only when it is asked for its flags
+        return Check(name=name, ok=False, detail=str(import_failure(e, installed_vllm())))
 
 
 def main() -> None:

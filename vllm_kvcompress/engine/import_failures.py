@@ -21,10 +21,13 @@ def is_gone(module: str, error: Exception) -> bool:
     return f"{module}.".startswith(f"{error.name}.")
 
 
-def import_failure(module: str, error: Exception, vllm_version: str) -> SeamError:
-    """The error to raise for a module of vLLM whose import raised `error`.
+def import_failure(error: Exception, vllm_version: str, module: str = "") -> SeamError:
+    """The error to raise where importing something of vLLM raised `error`.
 
     It says which package is missing or does not fit, and what to install.
+
+    Args:
+        module: of vLLM, that was to be imported, where one was named.
     """
     cause = error
     while isinstance(cause.__cause__, ImportError):  # transformers raises "from" what it met
@@ -33,7 +36,8 @@ def import_failure(module: str, error: Exception, vllm_version: str) -> SeamErro
     if name is None:
         why = " ".join(str(cause).split()) or "no reason given"
         return SeamError(
-            f"vLLM {vllm_version} cannot import its {module} here ({type(cause).__name__}: {why})",
+            f"vLLM {vllm_version} cannot import {module or 'its modules'} here"
+            f" ({type(cause).__name__}: {why})",
             "run `pip check`, and install what it names",
         )
     package = name.partition(".")[0]

@@ -46,7 +46,7 @@ class Seam:
         except Exception as e:  # anything may go wrong while others are imported
             if is_gone(module, e):
                 raise SeamError(gone, cure) from e
-            raise import_failure(module, e, version) from e
+            raise import_failure(e, version, module) from e
         try:
             for part in qualname.split("."):
                 found = getattr(found, part)
