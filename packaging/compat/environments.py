@@ -10,6 +10,7 @@ Python code does, not its own kernels.
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -52,8 +53,7 @@ def accepted() -> SpecifierSet:
 
 def locked() -> str:
     """The version of vLLM that the lock pins."""
-    asked = (line.partition("==") for line in LOCKS[0].read_text().splitlines())
-    (version,) = (version for name, _, version in asked if name == CPU_BUILD)
+    (version,) = re.findall(rf"^{CPU_BUILD}==([^\s;]+)", LOCKS[0].read_text(), re.MULTILINE)
     return version
 
 
