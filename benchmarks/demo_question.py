@@ -1,0 +1,107 @@
+"""Which question `make demo` asks: chosen by the full cache, before anything is compressed.
+
+    python benchmarks/demo_question.py
+
+First vLLM alone, without the plugin's flags, is asked every question of
+`vllm_kvcompress.demo.questions`, after the demo's text and without any text. Of those that it
+answers right only after the text, the one that it is surest of is chosen and saved. Then, for the
+record, the compressed server is asked the same questions. Its answers choose nothing.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from datetime import UTC, datetime
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+from origin import commit, machine
+from transformers import AutoTokenizer
+
+from vllm_kvcompress.demo.__main__ import common, compression, parse_args
+from vllm_kvcompress.demo.questions import QUESTIONS, Asked, surest
+from vllm_kvcompress.demo.server import Server, serve
+from vllm_kvcompress.demo.text import long_prompt
+
+TOKENS = 48  # of an answer, at most
+
+
+def answer(server: Server, content: str) -> tuple[str, float]:
+    """A greedy answer, and the least gap between first and second probability among its tokens."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+    said = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=TOKENS,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    ).choices[0]
+    tokens = said.logprobs.content if said.logprobs and said.logprobs.content else []
+    pairs = [sorted((exp(top.logprob) for top in t.top_logprobs), reverse=True) for t in tokens]
+    return said.message.content or "", min((p[0] - p[1] for p in pairs), default=0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo_question.json"))
+    args, rest = parser.parse_known_args()
+    demo = parse_args(rest)
+    model = str(Path(demo.model).resolve())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [long_prompt(tokenizer, demo.tokens, q.text) for q in QUESTIONS]
+    results: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/demo_question.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+        "text_tokens": demo.tokens,
+    }
+
+    def save() -> None:
+        args.out.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        with serve(model, common(demo), Path(folder) / "off.log") as server:
+            asked = []
+            for question, prompt in zip(QUESTIONS, prompts, strict=True):
+                said, gap = answer(server, prompt)
+                alone, _ = answer(server, question.text)
+                asked.append(Asked(question, said, alone, round(gap, 4)))
+        choice = surest(asked)
+        results["chosen"] = choice.question.text
+        results["known_from_the_text"] = sum(one.known_from_the_text for one in asked)
+        results["questions"] = [
+            {
+                "question": one.question.text,
+                "fact": one.question.fact,
+                "answer": one.answer,
+                "without_text": one.without_text,
+                "gap": one.gap,
+                "known_from_the_text": one.known_from_the_text,
+            }
+            for one in asked
+        ]
+        save()
+        print(f"chosen: {choice.question.text} {choice.answer!r}, gap {choice.gap}", flush=True)
+        with serve(model, [*common(demo), *compression(demo)], Path(folder) / "on.log") as server:
+            for one, prompt, entry in zip(asked, prompts, results["questions"], strict=True):
+                entry["compressed"], _ = answer(server, prompt)
+                entry["compressed_right"] = one.question.answered_by(entry["compressed"])
+            assert len(server.compressed()) == len(prompts), "a prompt was not compressed"
+    known = [entry for entry in results["questions"] if entry["known_from_the_text"]]
+    results["compressed"] = {
+        "method": demo.method,
+        "budget": demo.budget,
+        "right_of_known": sum(entry["compressed_right"] for entry in known),
+        "same_answer": sum(entry["compressed"] == entry["answer"] for entry in known),
+    }
+    save()
+    print(json.dumps(results["compressed"]))
+
+
+if __name__ == "__main__":
+    main()
