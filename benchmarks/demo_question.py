@@ -22,9 +22,8 @@ from origin import commit, machine
 from transformers import AutoTokenizer
 
 from vllm_kvcompress.demo.__main__ import common, compression, parse_args
-from vllm_kvcompress.demo.questions import QUESTIONS, Asked, surest
+from vllm_kvcompress.demo.questions import QUESTIONS, TIMES, Asked, prompt, surest
 from vllm_kvcompress.demo.server import Server, serve
-from vllm_kvcompress.demo.text import long_prompt
 
 TOKENS = 48  # of an answer, at most
 
@@ -52,13 +51,14 @@ def main() -> None:
     demo = parse_args(rest)
     model = str(Path(demo.model).resolve())
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [long_prompt(tokenizer, demo.tokens, q.text) for q in QUESTIONS]
+    prompts = [prompt(tokenizer, demo.tokens, question) for question in QUESTIONS]
     results: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/demo_question.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
         "commit": commit(),
         "text_tokens": demo.tokens,
+        "notes": {"facts": len(QUESTIONS), "times": TIMES},
     }
 
     def save() -> None:
@@ -67,8 +67,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with serve(model, common(demo), Path(folder) / "off.log") as server:
             asked = []
-            for question, prompt in zip(QUESTIONS, prompts, strict=True):
-                said, gap = answer(server, prompt)
+            for question, content in zip(QUESTIONS, prompts, strict=True):
+                said, gap = answer(server, content)
                 alone, _ = answer(server, question.text)
                 asked.append(Asked(question, said, alone, round(gap, 4)))
         choice = surest(asked)
@@ -76,6 +76,7 @@ def main() -> None:
         results["known_from_the_text"] = sum(one.known_from_the_text for one in asked)
         results["questions"] = [
             {
+                "note": one.question.note,
                 "question": one.question.text,
                 "fact": one.question.fact,
                 "answer": one.answer,
@@ -88,8 +89,8 @@ def main() -> None:
         save()
         print(f"chosen: {choice.question.text} {choice.answer!r}, gap {choice.gap}", flush=True)
         with serve(model, [*common(demo), *compression(demo)], Path(folder) / "on.log") as server:
-            for one, prompt, entry in zip(asked, prompts, results["questions"], strict=True):
-                entry["compressed"], _ = answer(server, prompt)
+            for one, content, entry in zip(asked, prompts, results["questions"], strict=True):
+                entry["compressed"], _ = answer(server, content)
                 entry["compressed_right"] = one.question.answered_by(entry["compressed"])
             assert len(server.compressed()) == len(prompts), "a prompt was not compressed"
     known = [entry for entry in results["questions"] if entry["known_from_the_text"]]

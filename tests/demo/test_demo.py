@@ -1,11 +1,12 @@
-"""The demo's own logic: the log line, the prompt, the report's exit status. No server starts."""
+"""The demo's own logic: the log line, the prompt, the choice, the report. No server starts."""
 
 import io
+import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,10 +14,21 @@ from transformers import AutoTokenizer
 
 from vllm_kvcompress.demo import server
 from vllm_kvcompress.demo.__main__ import parse_args
+from vllm_kvcompress.demo.ask import Reply, Run, summary
+from vllm_kvcompress.demo.questions import (
+    CHOSEN,
+    QUESTIONS,
+    TIMES,
+    Asked,
+    Question,
+    noted_text,
+    surest,
+)
 from vllm_kvcompress.demo.report import save_picture, show
 from vllm_kvcompress.demo.server import Compressed, compressed_requests
 from vllm_kvcompress.demo.text import QUESTION, english, long_prompt
 
+CHOICE = Path(__file__).parents[2] / "benchmarks/results/demo_question.json"
 LINE = (
     "(Worker pid=7) INFO 01-02 03:04:05 [compressor.py:244] kv-compress: request=chatcmpl-a1"
     " prompt_tokens=6036 kept_tokens=612.0 blocks_before=189 blocks_after=20"
@@ -24,21 +36,28 @@ LINE = (
 )
 
 
-def run(compressed: Compressed | None, blocks: float) -> SimpleNamespace:
-    return SimpleNamespace(
-        answer="An answer.",
-        first_token="An",
+PEP = Question("Type hints are PEP 484.", "Which PEP?", "484")
+
+
+def run(compressed: Compressed | None, blocks: float, answer: str = "PEP 484.") -> Run:
+    return Run(
+        answer=answer,
+        first_token="PE",
+        first_token_id=7,
         prompt_tokens=6036,
-        tokens_per_second=10.0,
+        first_token_s=12.5,
+        token_s=0.08,
         blocks=blocks,
+        requests=3,
         compressed=compressed,
     )
 
 
-def report(on: SimpleNamespace) -> tuple[int, str]:
+def report(on: Run, off: Run | None = None, console: Console | None = None) -> tuple[int, str]:
     out = io.StringIO()
-    console = Console(file=out, width=100)
-    status = show(run(None, 190.0), on, method="cake", budget="0.1", console=console)
+    console = console or Console(file=out, width=100)
+    off = off or run(None, 190.0)
+    status = show(off, on, question=PEP, method="cake", budget="0.1", console=console)
     return status, out.getvalue()
 
 
@@ -77,10 +96,97 @@ def test_prompt_asks_a_question_by_default(demo_model):
     assert prompt.endswith(QUESTION)
 
 
+def test_text_states_every_note_in_each_third_and_nothing_else_but_english(demo_model):
+    tokenizer, tokens = AutoTokenizer.from_pretrained(demo_model), parse_args([]).tokens
+    text = noted_text(tokenizer, tokens)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == pytest.approx(tokens, rel=0.02)
+    for question in QUESTIONS:
+        depths = [found.start() / len(text) for found in re.finditer(question.note, text)]
+        assert [int(depth * TIMES) for depth in depths] == list(range(TIMES))
+        assert question.answered_by(question.note)
+        text = text.replace(f"\n\n{question.note}", "")
+    assert english().startswith(text)
+
+
+def test_text_shorter_than_its_notes_is_refused(demo_model):
+    with pytest.raises(ValueError, match=r"must be longer than its notes, .* got 100"):
+        noted_text(AutoTokenizer.from_pretrained(demo_model), 100)
+
+
+def asked(gap: float, *, answer: str = "PEP 484", without_text: str = "PEP 8") -> Asked:
+    return Asked(PEP, answer, without_text, gap)
+
+
+def test_surest_answer_is_right_and_only_because_of_the_text():
+    wrong = asked(0.9, answer="PEP 8")
+    known_anyway = asked(0.8, without_text="pep 484")
+    best = asked(0.3)
+    assert surest([wrong, asked(0.2), best, known_anyway]) is best
+    with pytest.raises(ValueError, match="must answer a question from the text, got none"):
+        surest([wrong, known_anyway])
+
+
+def test_demo_asks_what_the_recorded_answers_of_the_full_cache_choose():
+    entries = json.loads(CHOICE.read_text())["questions"]
+    answers = [
+        Asked(
+            Question(e["note"], e["question"], e["fact"]), e["answer"], e["without_text"], e["gap"]
+        )
+        for e in entries
+    ]
+    assert tuple(one.question for one in answers) == QUESTIONS
+    assert surest(answers).question == CHOSEN
+
+
+def test_run_is_the_first_answer_up_to_its_end_and_the_median_times(demo_model):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    ids = tokenizer.encode("Typing, of course.")
+    babble = tokenizer.encode("The text is about the text")
+    replies = [
+        Reply((*ids, tokenizer.eos_token_id, *babble), 6036, 12.0, 0.10, 5.0, None),
+        Reply(tuple(babble), 6036, 30.0, 0.11, 6.0, None),
+        Reply(tuple(babble), 6036, 11.0, 0.50, 4.0, None),
+    ]
+    made = summary(replies, tokenizer)
+    assert made.answer == "Typing, of course."
+    assert (made.first_token_id, made.first_token) == (ids[0], tokenizer.decode(ids[0]))
+    assert (made.first_token_s, made.token_s, made.blocks, made.requests) == (12.0, 0.11, 6.0, 3)
+    endless = summary(replies[1:], tokenizer)
+    assert endless.answer == "The text is about the text"
+
+
 def test_report_succeeds_when_blocks_went_back():
     status, text = report(run(compressed_requests(LINE)[0], 21.0))
     assert status == 0
     assert "169 of 190 blocks" in text
+    assert "12.50 s" in text
+    assert "80 ms" in text
+    assert "628" in text
+    assert "596" in text
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "verdict"),
+    [
+        ("PEP 484.", "PEP 484.", "The same answer, word for word, and right: 484."),
+        ("PEP 484.", "It is 484.", "Other words, and both are right: 484."),
+        ("PEP 8.", "It is 484.", "Other words, and only the compressed one is right: 484."),
+        ("PEP 484.", "PEP 8.", "wrong: it must say 484. The full cache's answer has it."),
+        ("PEP 8.", "PEP 8.", "wrong: it must say 484. The full cache's answer does not have it"),
+    ],
+)
+def test_report_says_whether_the_compressed_answer_is_right(off, on, verdict):
+    compressed = run(compressed_requests(LINE)[0], 21.0, answer=on)
+    status, text = report(compressed, off=run(None, 190.0, answer=off))
+    assert status == 0  # what a model knows is not what the status is about
+    assert verdict in text
+
+
+def test_report_compares_the_first_tokens():
+    on = run(compressed_requests(LINE)[0], 21.0)
+    assert "'PE', the same" in report(on)[1]
+    assert "'PE', another" in report(replace(on, first_token_id=8))[1]
 
 
 def test_report_fails_without_a_compression_line():
@@ -95,10 +201,15 @@ def test_report_fails_when_no_block_went_back():
     assert "did not fall" in text
 
 
+def test_answers_are_printed_as_they_are():
+    """Square brackets are text, and not the console's markup."""
+    on = run(compressed_requests(LINE)[0], 21.0, answer="It prints [0, 2] and [bold]484[/].")
+    assert "[bold]484[/]" in report(on)[1]
+
+
 def test_picture_shows_the_report_and_loads_nothing_from_elsewhere(tmp_path):
     console = Console(file=io.StringIO(), width=100, record=True)
-    on = run(compressed_requests(LINE)[0], 21.0)
-    show(run(None, 190.0), on, method="cake", budget="0.1", console=console)
+    report(run(compressed_requests(LINE)[0], 21.0), console=console)
     save_picture(console, tmp_path / "report.svg", "make demo")
     svg = (tmp_path / "report.svg").read_text()
     assert "blocks" in svg

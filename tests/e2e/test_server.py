@@ -13,6 +13,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
+from vllm_kvcompress.demo.ask import ask
 from vllm_kvcompress.demo.server import ENVIRONMENT, serve
 from vllm_kvcompress.demo.text import long_prompt
 
@@ -131,6 +132,23 @@ def test_metrics_show_the_memory_come_back(server, client, text):
     while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
         time.sleep(0.1)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_demo_times_a_prompt_that_is_computed_in_full(server, text):
+    def hits() -> float:
+        return server.metric("vllm:prefix_cache_hits_total")
+
+    before = hits()
+    first, again = (ask(server, text, tokens=16, salt=salt) for salt in ("one", "two"))
+    assert hits() == before
+    assert first.token_ids == again.token_ids
+    assert len(first.token_ids) == 16
+    assert 0 < first.token_s < first.first_token_s
+    assert first.compressed is not None
+    assert first.compressed.prompt_tokens == first.prompt_tokens > 1500
+    assert first.blocks == pytest.approx(first.compressed.blocks_after, abs=0.5)
+    ask(server, text, tokens=16, salt="one")
+    assert hits() > before  # what the salts of the others have kept from happening
 
 
 def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):

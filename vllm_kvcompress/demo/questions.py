@@ -1,17 +1,25 @@
-"""Questions about facts in the demo's text, and which of them the demo asks.
+"""What the demo asks: facts that its text states, and which of them is asked for.
 
-The list was written before anything was run. `surest` chooses from what the full cache answers,
-without any compressed answer: see ``benchmarks/demo_question.py``, which records both.
+A model of 135M parameters answers no question about the language reference itself, so short notes
+stand in between, each several times. `surest` chooses one by what the full cache answers, and by no
+compressed answer: see ``benchmarks/demo_question.py``, which records both.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvcompress.demo.text import english
+
+TIMES = 3  # that the text states each note
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked after the text, and what an answer must contain to be right."""
+    """A note in the text, what is asked about it, and what a right answer contains."""
 
+    note: str
     text: str
     fact: str
 
@@ -20,34 +28,93 @@ class Question:
         return self.fact.lower() in answer.lower()
 
 
-# In the order of the text's first 6,000 tokens, a fact each.
 QUESTIONS = (
-    Question("Which command line option requests optimization?", "-O"),
-    Question('When is the value for the built-in variable "__debug__" determined?', "starts"),
-    Question("Which exception is raised if the index is out of range?", "IndexError"),
-    Question("Which method is called with user-defined objects for a subscription?", "__setitem__"),
-    Question('What does the program that starts with "x = [0, 1]" print?', "[0, 2]"),
-    Question("Which PEP is about Extended Iterable Unpacking?", "3132"),
-    Question("How many times is the target of an augmented assignment evaluated?", "once"),
-    Question("In which special attribute are annotations stored?", "__annotations__"),
-    Question("Which PEP is about Syntax for Variable Annotations?", "526"),
-    Question("Which PEP is about Type hints?", "484"),
-    Question('Which module did the proposal about "Type hints" add?', "typing"),
-    Question("In which version of Python were coroutines new?", "3.5"),
-    Question('Since which version are "await" and "async" keywords?', "3.7"),
-    Question('Which error is an "async for" outside of a coroutine function?', "SyntaxError"),
-    Question("Which PEP is about Coroutines with async and await syntax?", "492"),
-    Question("Which flag does a builtin class need to be a sequence?", "Py_TPFLAGS_SEQUENCE"),
-    Question("Which flag does a builtin class need to be a mapping?", "Py_TPFLAGS_MAPPING"),
-    Question("Which standard library classes are mappings?", "MappingProxyType"),
-    Question('What is "__spam" in a class named "Ham" transformed to?', "_Ham__spam"),
-    Question("How many characters make a transformed name extremely long?", "255"),
-    Question('What does "dir()" convert the returned sequence to?', "list"),
-    Question('Which class does "VerboseModule" inherit from?', "ModuleType"),
-    Question('Since which version is the "__class__" module attribute writable?', "3.5"),
-    Question('Which PEP is about "Module __getattr__ and __dir__"?', "562"),
-    Question('Which PEP specifies that "__get__()" is callable with two arguments?', "252"),
+    Question(
+        "The spare key is under the flower pot.", "Where is the spare key?", "under the flower pot"
+    ),
+    Question(
+        "The captain of the Aurora is Helen Marsh.",
+        "Who is the captain of the Aurora?",
+        "Helen Marsh",
+    ),
+    Question(
+        "The password of the printer is marmalade.",
+        "What is the password of the printer?",
+        "marmalade",
+    ),
+    Question("The office cat is called Pepper.", "What is the office cat called?", "Pepper"),
+    Question(
+        "The meeting on Friday is in the blue kitchen.",
+        "Where is the meeting on Friday?",
+        "blue kitchen",
+    ),
+    Question(
+        "The train to Lisbon leaves from platform seven.",
+        "Where does the train to Lisbon leave from?",
+        "platform seven",
+    ),
+    Question(
+        "The winner of the chess game is Ingrid Holm.",
+        "Who is the winner of the chess game?",
+        "Ingrid Holm",
+    ),
+    Question(
+        "The secret ingredient of the soup is cinnamon.",
+        "What is the secret ingredient of the soup?",
+        "cinnamon",
+    ),
+    Question(
+        "The old map is hidden behind the piano.",
+        "Where is the old map hidden?",
+        "behind the piano",
+    ),
+    Question(
+        "The new teacher comes from Iceland.", "Where does the new teacher come from?", "Iceland"
+    ),
+    Question(
+        "The front door is painted purple.", "What colour is the front door painted?", "purple"
+    ),
+    Question(
+        "The keeper of the lighthouse is Tobias Finch.",
+        "Who is the keeper of the lighthouse?",
+        "Tobias Finch",
+    ),
 )
+
+
+def noted_text(tokenizer: Any, num_tokens: int) -> str:
+    """The start of `english` with every note `TIMES` times in it, about `num_tokens` tokens.
+
+    The notes take turns at evenly spaced places, each the end of a paragraph, so that every note
+    is in each third of the text.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        ValueError: the notes alone are longer than `num_tokens`.
+    """
+    notes = [question.note for question in QUESTIONS] * TIMES
+    room = num_tokens - len(tokenizer.encode("\n\n".join(notes), add_special_tokens=False))
+    if room <= 0:
+        raise ValueError(
+            f"the text must be longer than its notes, {num_tokens - room} tokens, got {num_tokens}"
+        )
+    ids = tokenizer.encode(english()[: room * 12], add_special_tokens=False)[:room]
+    text: str = tokenizer.decode(ids)
+    ends = [found.start() for found in re.finditer(r"\n\n", text)] or [len(text)]
+    made, start = "", 0
+    for number, note in enumerate(notes, 1):
+        wanted = len(text) * number // (len(notes) + 1)
+        end = min(ends, key=lambda at: abs(at - wanted))
+        made += f"{text[start:end]}\n\n{note}"
+        start = end
+    return made + text[start:]
+
+
+def prompt(tokenizer: Any, num_tokens: int, question: Question) -> str:
+    """`noted_text` and the question after it."""
+    return f"{noted_text(tokenizer, num_tokens)}\n\n{question.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +152,6 @@ def surest(asked: Iterable[Asked]) -> Asked:
             "the full cache must answer a question from the text, got none; ask others"
         )
     return max(known, key=lambda one: one.gap)
+
+
+CHOSEN = QUESTIONS[0]

@@ -2,20 +2,37 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from vllm_kvcompress.demo.ask import Run
+from vllm_kvcompress.demo.questions import Question
+from vllm_kvcompress.demo.server import Compressed
 
-def show(off: Any, on: Any, *, method: str, budget: str, console: Console | None = None) -> int:
+BAR = 26  # characters of the longest bar
+
+
+def show(
+    off: Run,
+    on: Run,
+    *,
+    question: Question,
+    method: str,
+    budget: str,
+    console: Console | None = None,
+) -> int:
     """Print both runs side by side; the exit status is 0 if the prompt really was compressed.
 
     Args:
-        off: the run without compression.
-        on: the run with it.
+        off: the run of vLLM alone.
+        on: the run with compression.
+        question: what the prompt ends in; whether the answers are right is said and does not
+            change the status.
     """
-    console = console or Console(width=100)
+    console = console or Console(width=100, highlight=False)
     result = on.compressed
     if result is None:
         console.print(
@@ -23,33 +40,79 @@ def show(off: Any, on: Any, *, method: str, budget: str, console: Console | None
             " kv-compress line. Was it shorter than --kv-min-prompt?"
         )
         return 1
-    console.rule(f"--kv-compress {method} --kv-budget {budget}")
-    console.print(f"[bold]Answer, compressed[/]: {on.answer.strip()}\n", markup=True)
-    table = Table("", "off", method)
-    table.add_row("prompt tokens", str(off.prompt_tokens), str(on.prompt_tokens))
-    table.add_row("tokens kept per layer", str(off.prompt_tokens), f"{result.kept_tokens:.0f}")
-    table.add_row("KV blocks of the prompt", str(result.blocks_before), str(result.blocks_after))
-    table.add_row("KV blocks in use while decoding", f"{off.blocks:.0f}", f"{on.blocks:.0f}")
-    table.add_row(
-        "decode, tokens per second", f"{off.tokens_per_second:.1f}", f"{on.tokens_per_second:.1f}"
+    console.rule(f"[bold]vllm serve MODEL --kv-compress {method} --kv-budget {budget}[/]")
+    console.print(
+        f"\n{on.prompt_tokens:,} tokens: Python's language reference with notes in between, one of"
+        f" them\n“{escape(question.note)}”, and at the end: [bold]{escape(question.text)}[/]\n"
     )
-    same = "yes" if off.first_token == on.first_token else "no"
-    table.add_row("same first token", "", same)
-    console.print(table)
-    console.print("\nTokens kept in each layer:")
-    most = max(result.layer_tokens)
-    for layer, tokens in enumerate(result.layer_tokens):
-        bar = "█" * round(60 * tokens / most)
-        console.print(f"{layer:3d} {tokens:6d} {bar}", highlight=False)
-    if on.blocks >= off.blocks:
-        console.print("vLLM's usage gauge did not fall: the freed blocks did not come back.")
-        return 1
+    console.print(_side_by_side(off, on, result, f"{method}, budget {budget}"))
+    console.print(f"\n{_verdict(off.answer, on.answer, question)}")
     freed = off.blocks - on.blocks
-    console.print(f"\n{freed:.0f} of {off.blocks:.0f} blocks went back to vLLM's pool.")
-    return 0
+    if freed <= 0:
+        console.print("vLLM's usage gauge did not fall: the freed blocks did not come back.")
+    else:
+        console.print(f"[bold]{freed:.0f} of {off.blocks:.0f} blocks[/] went back to vLLM's pool.")
+    console.print(f"\nTokens kept of {result.prompt_tokens:,} in each layer:\n")
+    console.print(_layers(result))
+    requests = "one request" if on.requests == 1 else f"medians of {on.requests} requests"
+    console.print(
+        f"\n[dim]Times: this machine's, {requests} to each server, in turns, nothing cached.[/]"
+    )
+    return 1 if freed <= 0 else 0
+
+
+def _side_by_side(off: Run, on: Run, result: Compressed, title: str) -> Table:
+    same = off.first_token_id == on.first_token_id
+    first = escape(f"{on.first_token!r}, ") + ("the same" if same else "[bold red]another[/]")
+    table = Table("", "vLLM alone", title, header_style="bold", box=box.HORIZONTALS)
+    table.add_row("answer", escape(off.answer), escape(on.answer), end_section=True)
+    table.add_row("first token", escape(repr(off.first_token)), first)
+    table.add_row("KV blocks while decoding", f"{off.blocks:.0f}", f"[green]{on.blocks:.0f}[/]")
+    table.add_row(
+        "tokens kept per layer", f"{off.prompt_tokens:,}", f"{result.kept_tokens:,.0f} on average"
+    )
+    table.add_row("time to first token", f"{off.first_token_s:.2f} s", f"{on.first_token_s:.2f} s")
+    table.add_row(
+        "time per token after it", f"{off.token_s * 1000:.0f} ms", f"{on.token_s * 1000:.0f} ms"
+    )
+    return table
+
+
+def _verdict(off: str, on: str, question: Question) -> str:
+    """Whether compression changed the answer, and whether it is still right."""
+    fact = f"[bold]{escape(question.fact)}[/]"
+    if not question.answered_by(on):
+        full = "has it" if question.answered_by(off) else "does not have it either"
+        return (
+            f"[bold red]The compressed answer is wrong:[/] it must say {fact}."
+            f" The full cache's answer {full}."
+        )
+    if off == on:
+        return f"[bold green]The same answer[/], word for word, and right: {fact}."
+    full = "both are right" if question.answered_by(off) else "only the compressed one is right"
+    return f"[bold yellow]Other words[/], and {full}: {fact}."
+
+
+def _layers(result: Compressed) -> Table:
+    """A bar for each layer, in two columns that are read downwards."""
+    counts = result.layer_tokens
+    rows = (len(counts) + 1) // 2
+    table = Table.grid(padding=(0, 1))
+    for _ in range(2):
+        table.add_column(justify="right", width=4)
+        table.add_column(justify="right", width=6)
+        table.add_column(width=BAR + 6)
+    for row in range(rows):
+        cells = []
+        for layer in range(row, len(counts), rows):
+            bar = "█" * round(BAR * counts[layer] / max(counts))
+            cells += [str(layer), f"{counts[layer]:,}", f"[cyan]{bar}[/]"]
+        table.add_row(*cells)
+    return table
 
 
 def save_picture(console: Console, path: Path, title: str) -> None:
     """Write what a recording console has shown as an SVG that loads nothing from elsewhere."""
     svg = re.sub(r"@font-face\s*{[^}]*}", "", console.export_svg(title=title))
+    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)  # some viewers drop spaces
     path.write_text(re.sub(r"<!--.*?-->", "", svg))

@@ -1,0 +1,130 @@
+"""One streamed chat request, timed by the client, and several of them as one run."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from openai import OpenAI
+
+from vllm_kvcompress.demo.server import Compressed, Server
+
+NAME = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server answered, and when.
+
+    Args:
+        token_ids: all tokens of the answer, also those after the model's end of turn.
+        first_token_s: seconds from sending the request to its first token.
+        token_s: seconds per token from the first to the last, 0 for a single token.
+        blocks: KV blocks in use in the middle of the answer, by vLLM's own gauge.
+        compressed: the request's line in the log, None for one that was left whole.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    first_token_s: float
+    token_s: float
+    blocks: float
+    compressed: Compressed | None
+
+
+def ask(server: Server, prompt: str, *, tokens: int, salt: str) -> Reply:
+    """Stream an answer of exactly `tokens` tokens, greedily.
+
+    Args:
+        salt: keeps the prompt apart in the prefix cache; a salt that is new to the server has
+            the whole prompt computed.
+    """
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+    ids: list[int] = []
+    times: list[float] = []
+    prompt_tokens, blocks = 0, 0.0
+    lines, start = len(server.compressed()), time.perf_counter()
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        # More tokens than the answer has, to time them; the answer is cut at its end of turn.
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
+    )
+    for event in stream:
+        came: Sequence[int] = (
+            getattr(event.choices[0], "token_ids", None) or () if event.choices else ()
+        )
+        if came:
+            times.append(time.perf_counter())
+            # Once: reading /metrics takes the server's time.
+            if len(ids) < tokens // 2 <= len(ids) + len(came):
+                blocks = used_blocks(server)
+            ids.extend(came)
+        if event.usage:
+            prompt_tokens = event.usage.prompt_tokens
+    found = server.compressed()[lines:]
+    return Reply(
+        token_ids=tuple(ids),
+        prompt_tokens=prompt_tokens,
+        first_token_s=times[0] - start,
+        token_s=(times[-1] - times[0]) / max(len(ids) - 1, 1),
+        blocks=blocks,
+        compressed=found[-1] if found else None,
+    )
+
+
+def used_blocks(server: Server) -> float:
+    """KV blocks in use; one block of vLLM's pool is its null block and never is."""
+    total = server.metric("vllm:cache_config_info", "num_gpu_blocks") - 1
+    return server.metric("vllm:kv_cache_usage_perc") * total
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one server did with the same prompt, asked one or several times.
+
+    Args:
+        answer: the first answer, up to the model's end of turn.
+        first_token: the first answer's first token.
+        first_token_s: median of the replies.
+        token_s: median of the replies.
+        blocks: the most of the replies.
+        requests: how many replies there were.
+    """
+
+    answer: str
+    first_token: str
+    first_token_id: int
+    prompt_tokens: int
+    first_token_s: float
+    token_s: float
+    blocks: float
+    requests: int
+    compressed: Compressed | None
+
+
+def summary(replies: Sequence[Reply], tokenizer: Any) -> Run:
+    """The run that `replies`, at least one, make up.
+
+    Args:
+        tokenizer: the model's, a Hugging Face one.
+    """
+    first = replies[0]
+    ids = list(first.token_ids)
+    end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+    return Run(
+        answer=tokenizer.decode(ids[:end]).strip(),
+        first_token=tokenizer.decode(ids[:1]),
+        first_token_id=ids[0],
+        prompt_tokens=first.prompt_tokens,
+        first_token_s=median(reply.first_token_s for reply in replies),
+        token_s=median(reply.token_s for reply in replies),
+        blocks=max(reply.blocks for reply in replies),
+        requests=len(replies),
+        compressed=first.compressed,
+    )
