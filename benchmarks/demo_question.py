@@ -69,7 +69,7 @@ def main() -> None:
             asked = []
             for question, content in zip(QUESTIONS, prompts, strict=True):
                 said, gap = answer(server, content)
-                alone, _ = answer(server, question.text)
+                alone, _ = answer(server, question.asked)
                 asked.append(Asked(question, said, alone, round(gap, 4)))
         choice = surest(asked)
         results["chosen"] = choice.question.text

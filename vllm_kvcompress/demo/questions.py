@@ -13,6 +13,7 @@ from typing import Any
 from vllm_kvcompress.demo.text import english
 
 TIMES = 3  # that the text states each note
+MANNER = "Answer in a few words."  # without it the full cache goes on after its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Question:
     note: str
     text: str
     fact: str
+
+    @property
+    def asked(self) -> str:
+        """The question as the model reads it."""
+        return f"{self.text} {MANNER}"
 
     def answered_by(self, answer: str) -> bool:
         """Whether `answer` has the fact in it, in upper or lower case."""
@@ -114,7 +120,7 @@ def noted_text(tokenizer: Any, num_tokens: int) -> str:
 
 def prompt(tokenizer: Any, num_tokens: int, question: Question) -> str:
     """`noted_text` and the question after it."""
-    return f"{noted_text(tokenizer, num_tokens)}\n\n{question.text}"
+    return f"{noted_text(tokenizer, num_tokens)}\n\n{question.asked}"
 
 
 @dataclass(frozen=True, slots=True)
