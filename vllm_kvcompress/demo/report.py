@@ -56,8 +56,8 @@ def show(
     console.print(_layers(result))
     requests = "one request" if on.requests == 1 else f"medians of {on.requests} requests"
     console.print(
-        f"\n[dim]Times: this machine's, {requests} to each server, in turns, each prompt computed in"
-        " full.[/]"
+        f"\n[dim]Times: this machine's, {requests} to each server, in turns, each prompt computed"
+        " in full.[/]"
     )
     return 1 if freed <= 0 else 0
 
