@@ -6,24 +6,37 @@ Weights are seeded. The tokenizer is the demo model's; ids above the vocabulary 
 import json
 import pydoc_data.topics
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MiniMaxM2Config,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One architecture with its heads."""
+    """One architecture with its heads, and what its configuration needs besides."""
 
     config: type
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 SHAPES = {
@@ -35,8 +48,27 @@ SHAPES = {
     "llama-d80": Shape(LlamaConfig, 2, 2, 1, 80),  # not a multiple of 32: vLLM's vec16 kernels
     "qwen2": Shape(Qwen2Config, 3, 6, 2, 32),
     "qwen3": Shape(Qwen3Config, 3, 4, 2, 64),
-    "mistral": Shape(MistralConfig, 3, 4, 2, 32),
+    "mistral": Shape(MistralConfig, 3, 4, 2, 32, {"sliding_window": None}),
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTURES = {  # of experts
+    "qwen3-moe": Shape(Qwen3MoeConfig, 2, 4, 2, 32, {"num_experts": 8, **EXPERTS}),
+    "mixtral": Shape(
+        MixtralConfig, 2, 4, 2, 32,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "glm4-moe": Shape(
+        Glm4MoeConfig, 2, 4, 2, 32,
+        {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, **EXPERTS},
+    ),
+    "minimax-m2": Shape(
+        MiniMaxM2Config, 2, 4, 2, 32,
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+            "rotary_dim": 16, "scoring_func": "sigmoid",
+        },
+    ),
+}  # fmt: skip
 
 
 def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
@@ -44,8 +76,7 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     path = folder / name
     if (path / "config.json").exists():
         return str(path)
-    shape = SHAPES[name]
-    extra = {"sliding_window": None} if shape.config is MistralConfig else {}
+    shape = {**SHAPES, **MIXTURES}[name]
     config = shape.config(
         vocab_size=vocab,
         hidden_size=shape.heads * shape.head_dim,
@@ -59,7 +90,7 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
-        **extra,
+        **shape.more,
     )
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -34,6 +34,20 @@ def prepare_model_runner() -> None:
     sampler.HAS_TRITON = False  # that kernel does not interpret; torch does the same
 
 
+def leave_async_scheduling(monkeypatch: Any) -> None:
+    """vLLM switches async scheduling off on a CPU, which does not need it: leave it as asked."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keeping(config: Any) -> None:
+        asked = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = asked
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping))
+
+
 def settings(compress: str = "cake", budget: float | int = 0.2, **more: Any) -> dict[str, Any]:
     """``additional_config`` for a compressed test engine: every prompt from 128 tokens on."""
     return {"kvcompress": {"compress": compress, "budget": budget, "min_prompt": 128, **more}}

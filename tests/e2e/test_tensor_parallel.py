@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from broken_sites import broken
 from checkpoints import make, tokens
 from engines import engine, settings
 
@@ -18,6 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LENGTHS = (300, 700, 90)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 METHODS = ("snapkv", "cake")
+Done = subprocess.CompletedProcess[str]
 SETTINGS = settings("snapkv", 0.2, log_requests=True, allow_override="all")
 SCRIPT = """
 import json, sys
@@ -39,25 +42,44 @@ if __name__ == "__main__":
 """
 
 
+# What the second rank raises, nobody hears: vLLM asks the first one alone.
+SECOND_FAILS = broken(
+    "vllm_kvcompress.engine.packing",
+    "pack = module.Packer.pack; module.Packer.pack = lambda self, finished: ("
+    "module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60), pack(self, finished)"
+    ")[1]",
+)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make("llama-gqa", tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.fixture(scope="module")
-def on_two(model):
-    """By method, the answers of one engine of two ranks; and what its ranks logged."""
+def start(model: str, methods: Sequence[str], **environment: str) -> Done:
+    """Run the script: one engine of two ranks."""
     script = Path(model).with_name("script.py")
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, METHODS, PROMPTS])],
+    return subprocess.run(
+        [sys.executable, str(script), json.dumps([model, SETTINGS, methods, PROMPTS])],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
         cwd=script.parent,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        env={
+            **os.environ,
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            **environment,
+        },
     )
+
+
+@pytest.fixture(scope="module")
+def on_two(model):
+    """By method, the answers of one engine of two ranks; and what its ranks logged."""
+    done = start(model, METHODS)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
     answers = [json.loads(line.removeprefix("ANSWERS ")) for line in lines]
@@ -93,3 +115,14 @@ def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_t
     long = [length for length in LENGTHS if length >= 128]
     assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(long * len(METHODS))
     assert set(kept.values()) == {2}, kept  # both ranks say the same
+
+
+def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(model, tmp_path):
+    """Its layers would read what was never packed: it ends, and with it the engine."""
+    (tmp_path / "sitecustomize.py").write_text(SECOND_FAILS)
+    done = start(model, METHODS[:1], PYTHONPATH=str(tmp_path))
+    log = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "ANSWERS" not in log
+    assert "a rank that could not compress a prompt must not go on" in log
+    assert "died unexpectedly" in log  # vLLM did not wait in vain, which takes it 300 s

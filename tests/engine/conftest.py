@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines import inspect_models_here, prepare_model_runner
+from engines import inspect_models_here, leave_async_scheduling, prepare_model_runner
 
 prepare_model_runner()
 inspect_models_here()
@@ -15,17 +15,8 @@ def checkpoints_folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def keep_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM switches async scheduling off on a CPU, which does not need it: leave it as asked."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def keeping(config) -> None:
-        asked = config.scheduler_config.async_scheduling
-        check(config)
-        config.scheduler_config.async_scheduling = asked
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping))
+    """Async scheduling on a CPU, for one test."""
+    leave_async_scheduling(monkeypatch)
 
 
 def pytest_collection_modifyitems(items) -> None:

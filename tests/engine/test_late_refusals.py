@@ -191,3 +191,33 @@ def test_a_step_that_never_laid_out_its_batch_does_not_pass_for_a_compression(ch
         llm.submit("r", list(range(1, 300)), 4)
         with pytest.raises(RuntimeError, match="ran without its compressions of"):
             llm.step()
+
+
+def test_a_layer_that_nobody_watched_does_not_pass_for_a_compression(checkpoints_folder):
+    """What was kept would have been chosen without it."""
+    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+        context = llm.worker.vllm_config.compilation_config.static_forward_context
+        list(context.values())[2].impl._compressor = None
+        llm.submit("r", list(range(1, 300)), 4)
+        with pytest.raises(RuntimeError, match="3 of 4 layers were seen in a step"):
+            llm.step()
+
+
+def joined(config, ranks):
+    """What vLLM makes of all ranks' layers before any of them has a cache."""
+    try:
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
+    except ImportError:  # before 0.33
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(config, ranks, [2**30] * len(ranks))
+    return get_global_kv_cache_groups(config, ranks)
+
+
+def test_a_rank_that_is_not_ours_does_not_start(vllm_config):
+    """vLLM compares what the ranks say of their layers."""
+    ours = compressed_specs({"model.layers.0.attn": full()}, CAKE)
+    theirs = {"model.layers.0.attn": full()}
+    for ranks in ([ours, theirs], [theirs, ours]):
+        with pytest.raises(AssertionError, match="different across workers"):
+            joined(vllm_config, ranks)

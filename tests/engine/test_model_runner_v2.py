@@ -13,7 +13,7 @@ FILES = [
     f"tests/engine/test_{name}.py"
     for name in (
         *("invariance", "traps", "sharing", "blocks"),
-        *("identity", "features", "methods", "reference"),
+        *("identity", "features", "methods", "reference", "lost_plans"),
         "cuda_backends",
     )
 ]

@@ -87,9 +87,11 @@ def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
 def test_an_output_that_vllm_shares_is_not_written_to():
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+    from vllm_kvcompress.engine.step_plan import StepReport
     from vllm_kvcompress.engine.worker import _with
 
-    assert _with(EMPTY_MODEL_RUNNER_OUTPUT, ["x"]).kvcompress == ["x"]
+    report = StepReport(carried_out=3, packed=())
+    assert _with(EMPTY_MODEL_RUNNER_OUTPUT, report).kvcompress is report
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kvcompress")
 
 

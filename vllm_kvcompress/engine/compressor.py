@@ -93,6 +93,8 @@ class PromptCompressor:
         self._queries = queries
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
+        self._number: int | None = None  # of the plan of this step
+        self._layers_watched = 0
         self._spans: list[_Span] = []
         self._finished: list[tuple[Finished, Stopwatch]] = []
         self.running = False
@@ -109,11 +111,13 @@ class PromptCompressor:
             self.pool.forget(request_id)
         self.abort_step()
         self._step = getattr(output, "kvcompress", None)
+        self._number = None if self._step is None else self._step.number
         self.running = True
 
     def abort_step(self) -> None:
         """Drop what is left of a step that did not come to its end."""
         self._step, self._spans, self._finished = None, [], []
+        self._number, self._layers_watched = None, 0
         self.running = False
 
     def begin_batch(
@@ -183,6 +187,7 @@ class PromptCompressor:
             layer: index of the layer on this worker.
             query: ``[num_tokens, Hq, D]``, rotated.
         """
+        self._layers_watched += 1
         for span in self._spans:
             prefill = span.prefill
             reads = prefill.method.reads_of(layer)
@@ -212,16 +217,26 @@ class PromptCompressor:
             sums[:, : earlier.shape[1]] += earlier
         return sums
 
-    def end_step(self) -> None:
+    def end_step(self) -> int | None:
         """Pack the prompts that ended: from the next step on they are read compressed.
 
+        Returns:
+            The number of the plan that was carried out; None if this step had none.
+
         Raises:
-            RuntimeError: the batch was never laid out, so that blocks would be freed unpacked.
+            RuntimeError: the batch was never laid out, so that blocks would be freed unpacked, or
+                its layers ran unseen, so that nothing could be scored.
         """
         if self._step is not None:
             raise RuntimeError(
                 f"the step ran without its compressions of {self._step.compress}: the attention"
                 " backend's metadata builder was not called"
+            )
+        if self._spans and self._layers_watched != self.packer.num_layers:
+            raise RuntimeError(
+                f"{self._layers_watched} of {self.packer.num_layers} layers were seen in a step"
+                " whose prefills are compressed: the others ran without calling their attention,"
+                " as a replayed graph does"
             )
         for finished, stopwatch in self._finished:
             with stopwatch.running():
@@ -229,7 +244,9 @@ class PromptCompressor:
             self._prefills.pop(finished.todo.request_id, None)
             self.compressed += 1
             self.reports.add(finished.todo, pages, stopwatch)
+        carried_out = self._number
         self.abort_step()
+        return carried_out
 
     def warm_up(self, longest: int) -> None:
         """Compress prompts of nobody, so that no request waits for a kernel to be compiled.

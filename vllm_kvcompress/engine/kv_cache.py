@@ -9,6 +9,7 @@ of its tail, and the destination blocks, which never enter ``req_to_blocks``. vL
 arithmetic on that list (positions, slots, blocks still needed) therefore stays right.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -129,6 +130,7 @@ class CompressedManager(FullAttentionManager):
         self._cacheable: dict[str, int] = {}  # tokens that may enter the prefix cache
         self._observe: dict[str, CompressionConfig] = {}
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
+        self._plan_numbers = itertools.count(1)
 
     def use(self, settings: CompressionConfig) -> None:
         """The engine's settings; to be changed while no request is there."""
@@ -264,7 +266,8 @@ class CompressedManager(FullAttentionManager):
         """This step's plan; also frees the blocks that only this step still reads.
 
         Stream order makes the early free safe: whoever is given such a block writes it in a
-        later step, after this step has read it.
+        later step, after this step has read it. So does the order of outputs, if the workers
+        lose the plan: the scheduler hears of it before any later step's tokens.
         """
         if not self._observe and not self._planned:
             return None
@@ -272,7 +275,7 @@ class CompressedManager(FullAttentionManager):
         compress = tuple(self._hand_over(*item) for item in self._planned.items())
         self._observe.clear()
         self._planned.clear()
-        return StepPlan(observe=observe, compress=compress)
+        return StepPlan(number=next(self._plan_numbers), observe=observe, compress=compress)
 
     def _hand_over(
         self, request_id: str, planned: tuple[PagePlan, list[KVCacheBlock]]

@@ -480,6 +480,20 @@ SEAMS = (
         remove_when="vLLM lets a plugin ask for a step without whole-graph replay",
     ),
     Seam(
+        name="worker",
+        target="vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp",
+        kind="wrap",
+        params=("cudagraph_manager", "uniform_token_count", "dp_size", "dp_rank"),
+        remove_when="vLLM lets a plugin ask for a step without whole-graph replay",
+    ),
+    Seam(
+        name="worker",
+        target="vllm.v1.worker.worker_base:WorkerBase.__init__",
+        kind="subclass",
+        params=("is_driver_worker",),
+        remove_when="vLLM's executors hear what any rank raises",
+    ),
+    Seam(
         name="page_pool",
         target="vllm.utils.torch_utils:async_tensor_h2d",
         kind="wrap",

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,8 +29,10 @@ from vllm_kvcompress.engine.compressor import PromptCompressor
 from vllm_kvcompress.engine.footprint import max_blocks, max_rows
 from vllm_kvcompress.engine.kv_cache import compressed_specs
 from vllm_kvcompress.engine.page_pool import PagePool
-from vllm_kvcompress.engine.tally import Packed
+from vllm_kvcompress.engine.step_plan import StepReport
 from vllm_kvcompress.errors import ConfigError, SeamError
+
+logger = init_logger("vllm.kvcompress")
 
 
 class CompressingWorker:
@@ -39,6 +42,8 @@ class CompressingWorker:
     compressor: PromptCompressor | None = None
     vllm_config: VllmConfig
     model_runner: Any
+    is_driver_worker: bool
+    _carried_out: int | None = None  # plan of the step whose output is not handed back yet
 
     @property
     def settings(self) -> CompressionConfig:
@@ -59,33 +64,52 @@ class CompressingWorker:
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's step, and its plan.
+
+        Raises:
+            SystemExit: this rank could not carry out the plan, and its executor hears another
+                rank alone. That one would be believed; the end of a process is noticed.
+        """
         assert self.compressor is not None
-        self.compressor.begin_step(scheduler_output)
+        self._carried_out = None
         try:
+            self.compressor.begin_step(scheduler_output)
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
-        except BaseException:
+            self._carried_out = self.compressor.end_step()
+        except Exception as failure:
             self.compressor.abort_step()
-            raise
-        self.compressor.end_step()
-        return result
+            if getattr(scheduler_output, "kvcompress", None) is None or self.is_driver_worker:
+                raise
+            logger.critical(
+                "a rank that could not compress a prompt must not go on, since the others would:"
+                " this process ends, and the engine with it",
+                exc_info=True,
+            )
+            raise SystemExit(1) from failure
+        return result if result is None else self._reporting(result)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's output, with what was packed since the last one as ``kvcompress``."""
-        assert self.compressor is not None
+        """The step's output, with a `StepReport` as ``kvcompress`` if there is anything to tell."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return output if output is None else self._reporting(output)
+
+    def _reporting(self, output: Any) -> Any:
+        assert self.compressor is not None
+        carried_out, self._carried_out = self._carried_out, None
         packed = self.compressor.reports.take()
-        if not packed:
+        if carried_out is None and not packed:
             return output
+        report = StepReport(carried_out=carried_out, packed=tuple(packed))
         if isinstance(output, AsyncModelRunnerOutput):
             wait = output.get_output
-            output.get_output = lambda: _with(wait(), packed)
+            output.get_output = lambda: _with(wait(), report)
             return output
-        return _with(output, packed)
+        return _with(output, report)
 
 
-def _with(output: ModelRunnerOutput, packed: list[Packed]) -> ModelRunnerOutput:
+def _with(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
     output = copy.copy(output)  # vLLM shares one empty output between steps
-    output.kvcompress = packed
+    output.kvcompress = report
     return output
 
 
@@ -160,16 +184,21 @@ def bind_compressor(
     for index, layer in enumerate(layers):
         layer.impl.bind(compressor, index)
     builders[0].bind(compressor, batch_order(runner))
-    watch_every_layer(runner, compressor)
+    watch_every_layer(runner, compressor, config.parallel_config)
     return compressor
 
 
-def watch_every_layer(runner: Any, compressor: PromptCompressor) -> None:
+def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: ParallelConfig) -> None:
     """Never replay a whole graph in a step whose layers must be seen.
 
     A replay runs no Python, so that no layer would be scored. It is decode steps that are
     replayed, and the last token of a prompt alone counts as one. Such a step runs piecewise, or
     without a graph.
+
+    Data-parallel ranks of a mixture of experts run every step together, on graphs of one shape:
+    they tell each other what they found, and each looks again by what all of them told
+    (``dp_utils``). One that answers differently then would run another graph than the others. One
+    that finds none makes all run without, so that is what a rank with such a step tells.
     """
     manager = getattr(runner, "cudagraph_manager", None)
     if manager is None:
@@ -182,7 +211,7 @@ def watch_every_layer(runner: Any, compressor: PromptCompressor) -> None:
         if not compressor.planned:
             return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
         found = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
-        if found.cg_mode != CUDAGraphMode.FULL:
+        if found.cg_mode != CUDAGraphMode.FULL and parallel.data_parallel_size == 1:
             return found
         return dataclasses.replace(
             found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs

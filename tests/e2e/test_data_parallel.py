@@ -1,0 +1,147 @@
+"""Data-parallel ranks of a mixture of experts, which run each step together, by a real server.
+
+vLLM's CPU build starts them and cannot run them, with or without this package: `gloo_experts`
+holds the two collectives that it lacks.
+"""
+
+import concurrent.futures
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+import gloo_experts
+from broken_sites import broken
+from checkpoints import make, tokens
+from vllm_kvcompress.demo.server import serve
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LENGTHS = (417, 300, 90, 700)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+NEW = 16
+SETTINGS = {"compress": "cake", "budget": 0.3, "min_prompt": 128}
+ONE_ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, settings, prompts, new = json.loads(sys.argv[1])
+    llm = LLM(
+        model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=1024,
+        block_size=32, additional_config={"kvcompress": settings},
+    )
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    done = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]))
+"""
+EXPERTS = broken(
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "__import__('gloo_experts').install(module.CpuCommunicator)",
+)
+# The worker never sees the plan of a step with such a request.
+LOSES = broken(
+    "vllm_kvcompress.engine.compressor",
+    "begin = module.PromptCompressor.begin_step; "
+    "module.PromptCompressor.begin_step = lambda self, output: ("
+    "any('lose' in name for name in output.num_scheduled_tokens)"
+    " and setattr(output, 'kvcompress', None), begin(self, output))",
+)
+
+
+@pytest.fixture(scope="module")
+def model(demo_model, tmp_path_factory):
+    """With a tokenizer, for the server; prompts are ids and answers are compared as ids."""
+    path = make("qwen3-moe", tmp_path_factory.mktemp("checkpoints"))
+    for file in Path(demo_model).glob("tokenizer*.json"):
+        shutil.copy(file, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_engine(model):
+    given = json.dumps([model, SETTINGS, PROMPTS, NEW])
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_ENGINE, given],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(x for x in done.stdout.splitlines() if x.startswith("ANSWERS "))
+    return json.loads(line.removeprefix("ANSWERS "))
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "sitecustomize.py").write_text(EXPERTS + LOSES)
+    shutil.copy(gloo_experts.__file__, folder)
+    flags = [
+        *("--data-parallel-size", "2", "--api-server-count", "1", "--enforce-eager"),
+        *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"),
+        *("--served-model-name", "experts", "--kv-compress-config", json.dumps(SETTINGS)),
+    ]
+    with serve(model, flags, folder / "log", environment={"PYTHONPATH": str(folder)}) as running:
+        yield running
+
+
+def ask(server, prompt, rank, name="", new=NEW):
+    sent = {
+        "model": "experts", "prompt": prompt, "max_tokens": new, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    headers = {"X-data-parallel-rank": str(rank), "X-Request-Id": name or f"{rank}-{len(prompt)}"}
+    return httpx.post(f"{server.url}/v1/completions", json=sent, headers=headers, timeout=120)
+
+
+def answer(*asked):
+    given = ask(*asked)
+    assert given.status_code == 200, given.text
+    return given.json()["choices"][0]["token_ids"]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def idle(server):
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(server.metric(f"vllm:{name}") == 0 for name in names)
+
+
+def test_a_rank_answers_as_one_engine_while_the_other_is_idle(server, one_engine):
+    """The idle one runs dummy batches with our worker, before and after it had a request."""
+    for rank in (0, 1, 0):
+        assert [answer(server, prompt, rank) for prompt in PROMPTS] == one_engine
+    assert server.metric("vllm:kv_compress_requests_total") == 3 * 3
+
+
+def test_both_ranks_answer_as_one_engine_together(server, one_engine):
+    """Prefills of one beside decode steps and prefill ends of the other; all blocks return."""
+    before = server.metric("vllm:kv_compress_requests_total")
+    asked = [(server, prompt, rank) for rank in (0, 1) for prompt in PROMPTS]
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(lambda one: answer(*one), asked)) == one_engine * 2
+    assert server.metric("vllm:kv_compress_requests_total") == before + 2 * 3
+    wait_for(lambda: idle(server))
+
+
+def test_a_lost_plan_is_an_error_for_every_client(server, one_engine):
+    """The last test of this server: it ends."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(ask, server, PROMPTS[2], rank, "", 800) for rank in (0, 1)]
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 2)
+        given = ask(server, PROMPTS[0], 0, "lose")
+        assert given.status_code >= 500, given.text
+        assert "token_ids" not in given.text
+        for other in others:
+            assert other.result(timeout=60).status_code >= 500
+    assert server.process.wait(60) is not None
+    log = server.log.read_text()
+    assert "workers must carry out every compression, but the step with plan" in log

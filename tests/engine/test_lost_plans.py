@@ -1,0 +1,202 @@
+"""A plan that no worker carried out: its blocks are free already, so the engine stops."""
+
+import copy
+import dataclasses
+
+import pytest
+
+from checkpoints import make, tokens
+from engines import engine, leave_async_scheduling, settings
+from vllm_kvcompress.errors import SeamError
+
+PROMPT, SHORT = tokens(300, seed=1), tokens(20, seed=2)
+CHUNK = 128
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def llm(request, checkpoints_folder):
+    """Takes prompts in chunks; async, a step is always in flight."""
+    overlapped = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        leave_async_scheduling(patch)
+        opened = engine(
+            make("llama-one-layer", checkpoints_folder),
+            additional_config=settings("snapkv", 0.3),
+            async_scheduling=overlapped,
+            max_num_batched_tokens=CHUNK + 8,
+            long_prefill_token_threshold=CHUNK,
+            max_num_seqs=4,
+            max_model_len=1024,
+            enable_prefix_caching=False,
+        )
+        with opened as llm:
+            assert type(llm.scheduler).__name__ == f"Compressing{'Async' * overlapped}Scheduler"
+            assert (llm.core.batch_queue_size > 1) == overlapped
+            yield llm
+
+
+def without(thing, name):
+    """A copy as a transport makes it that knows the fields it was written for."""
+    thing = copy.copy(thing)
+    vars(thing).pop(name, None)
+    return thing
+
+
+def past_the_worker(executor, worker):
+    """As Ray's legacy executor does."""
+    run = executor.collective_rpc
+
+    def rpc(method, args=(), **how):
+        if method in ("execute_model", "sample_tokens"):
+            method = getattr(worker.model_runner, method)
+            return run(lambda _, *given: method(*given), args=args, **how)
+        return run(method, args=args, **how)
+
+    return rpc
+
+
+def plan_dropped(executor, worker):
+    run = executor.collective_rpc
+
+    def rpc(method, args=(), **how):
+        if method == "execute_model":
+            args = (without(args[0], "kvcompress"),)
+        return run(method, args=args, **how)
+
+    return rpc
+
+
+def plan_taken_off(executor, worker):
+    """From the scheduler's own object."""
+    run = executor.collective_rpc
+
+    def rpc(method, args=(), **how):
+        if method == "execute_model":
+            args[0].kvcompress = None
+        return run(method, args=args, **how)
+
+    return rpc
+
+
+def _answering(executor, change):
+    run = executor.collective_rpc
+
+    def rpc(method, args=(), **how):
+        if method != "sample_tokens":
+            return run(method, args=args, **how)
+        sample = executor.driver_worker.worker.sample_tokens
+
+        def sampling(_, *given):
+            output = sample(*given)
+            if hasattr(output, "get_output"):
+                wait = output.get_output
+                output.get_output = lambda: change(wait())
+                return output
+            return change(output)
+
+        return run(sampling, args=args, **how)
+
+    return rpc
+
+
+def acknowledgement_dropped(executor, worker):
+    return _answering(executor, lambda output: without(output, "kvcompress"))
+
+
+def another_plan_acknowledged(executor, worker):
+    def change(output):
+        report = getattr(output, "kvcompress", None)
+        if report is not None and report.carried_out is not None:
+            output.kvcompress = dataclasses.replace(report, carried_out=report.carried_out - 1)
+        return output
+
+    return _answering(executor, change)
+
+
+FAULTS = [
+    past_the_worker,
+    plan_dropped,
+    plan_taken_off,
+    acknowledgement_dropped,
+    another_plan_acknowledged,
+]
+
+
+def delivered(llm, seen, steps=1):
+    """Some steps; what clients have been given is kept in `seen`."""
+    for _ in range(steps):
+        for output in llm.llm.llm_engine.step():
+            seen[output.request_id] = list(output.outputs[0].token_ids)
+
+
+def test_every_plan_is_acknowledged_in_its_own_step_and_others_carry_nothing(llm):
+    heard, update = [], llm.scheduler.update_from_output
+
+    def updating(scheduler_output, output):
+        plan, report = scheduler_output.kvcompress, getattr(output, "kvcompress", None)
+        heard.append((plan and plan.number, report and report.carried_out))
+        return update(scheduler_output, output)
+
+    llm.scheduler.update_from_output = updating
+    llm.submit("a", PROMPT, 12)
+    llm.submit("b", PROMPT[::-1], 12)
+    llm.drain()
+    llm.settle()
+    llm.scheduler.update_from_output = update
+    assert not llm.scheduler._handed_out
+    plans = [number for number, _ in heard if number is not None]
+    assert plans == list(range(plans[0], plans[0] + len(plans)))
+    assert len(plans) >= 2 * len(PROMPT) // (CHUNK + 8)  # chunks that are only watched, too
+    assert all(told == number for number, told in heard)
+    assert sum(number is None for number, _ in heard) >= 8
+
+
+def revive(llm, own, schedule):
+    """What no operator can do: another engine start is spared."""
+    llm.core.model_executor.collective_rpc, llm.scheduler.schedule = own, schedule
+    llm.scheduler._lost = None
+    llm.scheduler._handed_out.clear()
+    while llm.core.batch_queue:
+        llm.core.batch_queue.pop()
+    for request_id in list(llm.scheduler.requests):
+        llm.llm.llm_engine.abort_request([request_id], internal=True)
+    llm.settle()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_that_was_computed_after_it_is_delivered(llm, fault):
+    """It is lost in a step that only watches a chunk: even that one counts."""
+    executor, scheduler = llm.core.model_executor, llm.scheduler
+    right, free = llm.generate([SHORT], 60)[0], llm.free_blocks
+    own, schedule = executor.collective_rpc, scheduler.schedule
+    steps, seen = [], {}
+
+    def scheduling(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        steps.append(output.kvcompress is not None)
+        return output
+
+    scheduler.schedule = scheduling
+    llm.submit("short", SHORT, 60)
+    delivered(llm, seen, steps=5)
+    executor.collective_rpc = fault(executor, llm.worker)
+    llm.submit("long", PROMPT, 8)
+    with pytest.raises(SeamError, match=r"came back with .* acknowledged") as stop:
+        delivered(llm, seen, steps=20)
+    said = str(stop.value)
+    assert "\n" not in said
+    assert "['long-" in said, said
+    assert "serve without --kv-compress" in said
+    lost = steps.index(True)
+    in_flight = llm.core.batch_queue_size - 1
+    assert len(steps) - lost - 1 == in_flight, "steps that ran on the freed blocks"
+    given = {name.split("-")[0]: answer for name, answer in seen.items()}
+    assert list(given) == ["short"]
+    assert given["short"] == right[: len(given["short"])]
+    assert 3 <= len(given["short"]) <= lost  # a token of each step before, and of none after
+    for _ in range(2):  # whoever calls again gets nothing
+        with pytest.raises(SeamError, match="came back with"):
+            delivered(llm, seen)
+    revive(llm, own, schedule)
+    assert llm.free_blocks == free
+    assert llm.generate([SHORT], 60)[0] == right
