@@ -117,7 +117,7 @@ def news_of(output):
 
 def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has_them():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(observe=(), compress=(todo("a"), todo("b"))))
+    notes.plan(StepPlan(number=1, observe=(), compress=(todo("a"), todo("b"))))
     first, other = outputs("a", "c")
     notes.send([first, other])
     assert news_of(other) is None
@@ -136,7 +136,7 @@ def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has
 
 def test_layers_of_an_earlier_compression_are_not_a_later_ones():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(observe=(), compress=(todo("a", 120),)))
+    notes.plan(StepPlan(number=1, observe=(), compress=(todo("a", 120),)))
     notes.report([packed("a", 100, (52, 36))])
     (output,) = outputs("a")
     notes.send([output])
@@ -148,7 +148,7 @@ def test_layers_of_an_earlier_compression_are_not_a_later_ones():
 
 def test_requests_that_are_gone_leave_no_news():
     notes = UsageNotes()
-    notes.plan(StepPlan(observe=(), compress=(todo("a"), todo("b"))))
+    notes.plan(StepPlan(number=1, observe=(), compress=(todo("a"), todo("b"))))
     notes.report([packed("gone", 100, (52, 36))])
     notes.forget({"b": None})
     assert len(notes) == 1
