@@ -65,7 +65,7 @@ MIXTURES = {  # of experts
         MiniMaxM2Config, 2, 4, 2, 32,
         {
             "num_local_experts": 8, "num_experts_per_tok": 2,
-            "rotary_dim": 16, "scoring_func": "sigmoid",
+            "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True,
         },
     ),
 }  # fmt: skip

@@ -7,8 +7,6 @@ holds the two collectives that it lacks.
 import concurrent.futures
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 import gloo_experts
 from broken_sites import broken
 from checkpoints import make, tokens
+from engines import engine
 from vllm_kvcompress.demo.server import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -26,19 +25,6 @@ LENGTHS = (417, 300, 90, 700)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 NEW = 16
 SETTINGS = {"compress": "cake", "budget": 0.3, "min_prompt": 128}
-ONE_ENGINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    model, settings, prompts, new = json.loads(sys.argv[1])
-    llm = LLM(
-        model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=1024,
-        block_size=32, additional_config={"kvcompress": settings},
-    )
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    done = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]))
-"""
 EXPERTS = broken(
     "vllm.distributed.device_communicators.cpu_communicator",
     "__import__('gloo_experts').install(module.CpuCommunicator)",
@@ -64,14 +50,11 @@ def model(demo_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_engine(model):
-    given = json.dumps([model, SETTINGS, PROMPTS, NEW])
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_ENGINE, given],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(x for x in done.stdout.splitlines() if x.startswith("ANSWERS "))
-    return json.loads(line.removeprefix("ANSWERS "))
+    options = dict(max_model_len=1024, additional_config={"kvcompress": SETTINGS})
+    with engine(model, **options) as llm:
+        answers = llm.generate(PROMPTS, NEW)
+        assert llm.compressor.compressed == 3
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +64,12 @@ def server(model, tmp_path_factory):
     shutil.copy(gloo_experts.__file__, folder)
     flags = [
         *("--data-parallel-size", "2", "--api-server-count", "1", "--enforce-eager"),
+        *("--distributed-executor-backend", "uni"),
         *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"),
         *("--served-model-name", "experts", "--kv-compress-config", json.dumps(SETTINGS)),
     ]
-    with serve(model, flags, folder / "log", environment={"PYTHONPATH": str(folder)}) as running:
+    environment = {"PYTHONPATH": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with serve(model, flags, folder / "log", deadline_s=600, environment=environment) as running:
         yield running
 
 
