@@ -42,8 +42,9 @@ def show(
         return 1
     console.rule(f"[bold]vllm serve MODEL --kv-compress {method} --kv-budget {budget}[/]")
     console.print(
-        f"\n{on.prompt_tokens:,} tokens: Python's language reference with notes in between, one of"
-        f" them\n“{escape(question.note)}”, and at the end: [bold]{escape(question.asked)}[/]\n"
+        f"\n{on.prompt_tokens:,} tokens: Python's language reference with notes in it, such as\n"
+        f"[bold]{escape(question.note)}[/] At the end the question:\n"
+        f"[bold]{escape(question.asked)}[/]\n"
     )
     console.print(_side_by_side(off, on, result, f"{method}, budget {budget}"))
     console.print(f"\n{_verdict(off.answer, on.answer, question)}")
