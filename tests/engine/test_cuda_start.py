@@ -1,6 +1,7 @@
 """What is decided on CUDA before a kernel runs: classes, refusals by name, memory."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_
         text=True,
         check=False,
         timeout=600,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
     )
     line = next((x for x in done.stdout.splitlines() if x.startswith("DECIDED ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-3000:]
