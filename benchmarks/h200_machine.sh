@@ -1,5 +1,5 @@
 #!/bin/bash
-# Everything of benchmarks/h200.py on a lent H200 that can reach nothing outside it: one GPU, Python
+# Everything of benchmarks/h200.py on an H200 that can reach nothing outside it: one GPU, Python
 # 3.12, torch 2.11 for CUDA 13, triton 3.6, and no vLLM. The checkout travels there with each
 # command, and with it one folder that git ignores, 64 MiB in all; results come back from $OUT.
 #

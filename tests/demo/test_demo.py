@@ -186,7 +186,10 @@ def test_report_says_whether_the_compressed_answer_is_right(off, on, verdict):
 def test_report_compares_the_first_tokens():
     on = run(compressed_requests(LINE)[0], 21.0)
     assert "'PE', the same" in report(on)[1]
-    assert "'PE', another" in report(replace(on, first_token_id=8))[1]
+    status, text = report(replace(on, first_token_id=8))
+    assert status == 1
+    assert "'PE', another" in text
+    assert "The first token differs" in text
 
 
 def test_report_fails_without_a_compression_line():
