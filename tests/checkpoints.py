@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     LlamaConfig,
-    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
@@ -60,13 +59,6 @@ MIXTURES = {  # of experts
     "glm4-moe": Shape(
         Glm4MoeConfig, 2, 4, 2, 32,
         {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, **EXPERTS},
-    ),
-    "minimax-m2": Shape(
-        MiniMaxM2Config, 2, 4, 2, 32,
-        {
-            "num_local_experts": 8, "num_experts_per_tok": 2,
-            "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True,
-        },
     ),
 }  # fmt: skip
 
