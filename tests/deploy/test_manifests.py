@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from manifests import (
+    NAMES,
     NEWEST,
     OLDEST,
     OVERLAYS,
@@ -24,8 +25,7 @@ from manifests import (
 )
 from operator_schemas import SCHEMAS
 
-NAMES = sorted(path.name for path in OVERLAYS.iterdir())
-SERVING = [name for name in NAMES if name != "prefetch"]
+SERVING = [name for name in NAMES if not name.endswith("prefetch")]
 GPU = [name for name in SERVING if name != "cpu"]
 GROUP = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "vllm-group-0.vllm-group.default"}
 README = (ROOT / "deploy" / "README.md").read_text()
@@ -121,7 +121,8 @@ def test_what_is_compiled_outlives_a_pod(rendered, name):
             assert names.index("NODE_NAME") < names.index(variable)  # or kubelet leaves it as it is
         (volume,) = [v for v in template["spec"]["volumes"] if v["name"] == "compiled"]
         claim = volume["persistentVolumeClaim"]["claimName"]
-    made = rendered["gpu"] if name == "canary" else rendered[name]
+    beside = {"canary": "gpu", "example/canary": "example"}  # whose volumes it mounts
+    made = rendered[beside.get(name, name)]
     assert one(made, "PersistentVolumeClaim", claim)["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
@@ -166,14 +167,15 @@ def test_every_selector_finds_the_pods_and_no_others(rendered):
         return pods(rendered[name])[0]["metadata"]["labels"]
 
     apart = {"canary", "multi-node", "prefetch"}  # all others stand in each other's place
-    for name, objects in rendered.items():
+    for path, objects in rendered.items():
+        name = path.rpartition("/")[2]
         for made in objects:
             kinds = {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
             if made["kind"] not in kinds:
                 continue
             policy = made["kind"] == "NetworkPolicy"
             selector = made["spec"]["podSelector" if policy else "selector"]
-            assert selected(selector, labels(name)), (name, made["kind"])
+            assert selected(selector, labels(path)), (path, made["kind"])
             for other in ({"gpu"} | apart) - {name}:
                 if name in apart or other in apart:
                     assert not selected(selector, labels(other)), (name, made["kind"], other)
@@ -205,7 +207,11 @@ def test_whoever_wants_in_says_so_or_is_prometheus(objects, request):
         for p in peers(policy, "http")
         if "namespaceSelector" in p
     ]
-    if "example" in request.node.name:
+    if "example/canary" in request.node.name:
+        assert spaces == [
+            "observability"
+        ]  # a gateway that goes on to /v1 alone is the deployment's
+    elif "example" in request.node.name:
         assert spaces == ["observability", "istio-ingress"]
     else:
         assert spaces == ["monitoring"]
@@ -243,8 +249,9 @@ def test_gpus_are_asked_for_where_they_are_needed(rendered):
     for name in NAMES:
         for template in pods(rendered[name]):
             (own,) = template["spec"]["containers"]
-            assert own["resources"]["limits"].get("nvidia.com/gpu") == counts.get(name, "1")
-            where = "registry.example.com/team/" if name == "example" else ""
+            asked = counts.get(name.rpartition("/")[2], "1")
+            assert own["resources"]["limits"].get("nvidia.com/gpu") == asked
+            where = "registry.example.com/team/" if name.startswith("example") else ""
             build = "cpu" if name == "cpu" else "cuda"
             assert own["image"] == f"{where}vllm-kvcompress:0.1.0-{build}"
 
@@ -346,6 +353,91 @@ def test_the_example_changes_what_it_says(rendered):
     assert not [o for o in after if o["metadata"]["name"] == "site"]
 
 
+def claims(objects):
+    """What a claim asks for, by its namespace and name."""
+    return {
+        (o["metadata"].get("namespace"), o["metadata"]["name"]): o["spec"]
+        for o in objects
+        if o["kind"] == "PersistentVolumeClaim"
+    }
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """An operator's copy of overlay example, in a tree of its own."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    overlays = tmp_path / "deploy" / "overlays"
+    return shutil.copytree(overlays / "example", overlays / "ours")
+
+
+def edit(path, before, after):
+    text = path.read_text()
+    assert text.count(before) == 1, (path, before)
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.parametrize("stands_on", ["gpu", "tensor-parallel"])
+def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on):
+    """Prefetch, deployment and canary, as the runbook applies them one after the other."""
+    site = copied / "site" / "kustomization.yaml"
+    edit(copied / "kustomization.yaml", "- ../gpu #", f"- ../{stands_on} #")
+    edit(site, "MODEL=Qwen/Qwen3-8B", "MODEL=team/model")
+    edit(site, "value: 100Gi #", "value: 200Gi #")
+    if stands_on == "tensor-parallel":
+        line = "- ../../../components/tensor-parallel #"
+        edit(copied / "canary" / "kustomization.yaml", f"# {line}", line)
+    applied = [render(kubectl_binary, path) for path in (copied / "prefetch", copied)]
+    applied.append(render(kubectl_binary, copied / "canary"))
+    prefetch, deployment, canary = applied
+    assert {o["metadata"].get("namespace") for objects in applied for o in objects} == {"inference"}
+    models = {one(objects, "ConfigMap", "settings")["data"]["MODEL"] for objects in applied}
+    assert models == {"team/model"}
+    assert {container(objects)["image"] for objects in applied} == {
+        "registry.example.com/team/vllm-kvcompress:0.1.0-cuda"
+    }
+    for objects in applied:
+        assert pods(objects)[0]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    # most of a claim can never be changed: whoever makes one makes it as the deployment does
+    assert claims(prefetch) == {
+        key: spec for key, spec in claims(deployment).items() if key[1] == "model-cache"
+    }
+    (spec,) = claims(prefetch).values()
+    assert spec["resources"]["requests"]["storage"] == "200Gi"
+    assert spec["storageClassName"] == "shared-files"
+    assert not claims(canary)
+    # no object but that claim is in two of them
+    names = [{(o["kind"], o["metadata"]["name"]) for o in objects} for objects in applied]
+    assert names[0] & names[1] == {("PersistentVolumeClaim", "model-cache")}
+    assert not names[2] & (names[0] | names[1])
+    # the same prompts fit: its flags and GPUs are the deployment's
+    assert container(canary)["args"] == container(deployment)["args"]
+    assert container(canary)["resources"] == container(deployment)["resources"]
+    assert pods(canary)[0]["spec"]["runtimeClassName"] == "nvidia"
+    # pods ask no hub, and the Job asks it all the same
+    assert one(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
+    assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
+
+
+def test_a_site_on_openshift_names_no_user(kubectl_binary, copied):
+    site = copied / "site" / "kustomization.yaml"
+    edit(site, "# components: # on OpenShift\n#   -", "components:\n  -")
+    for path in (copied, copied / "prefetch", copied / "canary"):
+        context = pods(render(kubectl_binary, path))[0]["spec"]["securityContext"]
+        assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def test_the_runbook_leaves_no_namespace_out():
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    found = re.findall(r"`(kubectl\s[^`]*)`", runbook)
+    found += re.findall(r"^ {4,}(kubectl .*)", runbook, re.M)
+    commands = {" ".join(command.split()) for command in found}
+    assert len(commands) > 10
+    applied = {c.split(" -k ")[1] for c in commands if c.startswith("kubectl apply -k ")}
+    assert applied == {"OVERLAY", "OVERLAY/prefetch", "OVERLAY/canary"}  # which name theirs
+    allowed = ("kubectl -n $NAMESPACE ", "kubectl apply -k OVERLAY", "kubectl create namespace ")
+    assert not [c for c in commands if not c.startswith((*allowed, "kubectl delete -k"))]
+
+
 def test_the_gateway_forwards_what_the_key_guards_and_nothing_else(rendered):
     route = one(rendered["example"], "HTTPRoute")["spec"]
     assert route["parentRefs"] == [{"name": "public", "namespace": "istio-ingress"}]
@@ -396,7 +488,7 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
             assert engine.master_addr == GROUP["LWS_LEADER_ADDRESS"]
             assert args.headless == (number == 1)
         settings = CompressionConfig.parse(engine.additional_config["kvcompress"])
-        if name == "canary":
+        if name.endswith("canary"):
             assert not settings.enabled
             assert settings.active
             assert "snapkv" in settings.allow_override
