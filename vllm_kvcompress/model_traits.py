@@ -304,7 +304,8 @@ def _window(text: Mapping[str, Any], kind: str) -> int | None:
     # Qwen's configs have a window and a switch for it, which is off unless they say otherwise
     if kind.startswith("qwen") and not text.get("use_sliding_window"):
         return None
-    return window if isinstance(window, int) else None
+    # some checkpoints write 0 for no window, and vLLM reads it so
+    return window if isinstance(window, int) and window != 0 else None
 
 
 def _looks_ahead(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:

@@ -189,13 +189,16 @@ def test_an_alias_works_wherever_a_model_is_named(server, text):
     assert counted["count"] > 0
     ids, _ = ask("/tokenize", model="demo", prompt=text)
     sampling = {"max_tokens": 4, "temperature": 0}
-    _, kept = ask(
-        "/inference/v1/generate",
-        model="demo@256",
-        token_ids=ids["tokens"],
-        sampling_params=sampling,
-    )
+    sent = dict(model="demo@256", token_ids=ids["tokens"], sampling_params=sampling)
+    full, kept = ask("/inference/v1/generate", **sent)
     assert kept == [pytest.approx(256, abs=128)]
+    assert [said(full)["kept_tokens"]] == kept
+    streamed = httpx.post(
+        f"{server.url}/inference/v1/generate", timeout=300,
+        json={**sent, "stream": True, "stream_options": {"include_usage": True}},
+    )  # fmt: skip
+    (last,) = answers(streamed)
+    assert said(last)["kept_tokens"] == said(full)["kept_tokens"]
 
 
 def test_the_openai_client_reads_what_was_kept(client, text):

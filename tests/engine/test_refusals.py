@@ -93,6 +93,7 @@ MODELS = {
     "all full by number": (dict(attn_type_list=[1, 1, 1, 1]), ""),
     "all full by name": (dict(layer_types=["full_attention"] * 4), ""),
     "mistral": (dict(**MISTRAL, sliding_window=None), ""),
+    "a window of 0": (dict(**MISTRAL, sliding_window=0), ""),
     "qwen2, window off": (
         dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=4096), "",
     ),
@@ -613,6 +614,15 @@ def test_a_model_that_cannot_work_ends_the_command_with_one_sentence(edited, cap
         given.create_engine_config()
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("vllm: error: --kv-compress cake: scores are taken before the soft cap")
+
+
+def test_further_names_are_refused_where_another_front_end_looks_them_up(model, monkeypatch):
+    """The engine compresses nothing, and the names would be answered with 404."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    named = {"kvcompress": {"compress": "off", "alias": {"slow": "off"}}}
+    with pytest.raises(ConfigError, match=r"^--kv-alias: the Rust front end .*; unset VLLM_USE_"):
+        configure(model, additional_config=named)
+    configure(model, additional_config={"kvcompress": {"compress": "off"}})
 
 
 # -- requests ---------------------------------------------------------------------------------

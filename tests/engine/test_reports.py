@@ -1,11 +1,16 @@
 """A worker's report waits for its device and nobody waits for the report."""
 
+import asyncio
+import importlib
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine import usage
+from vllm_kvcompress.engine.aliases import resolve
 from vllm_kvcompress.engine.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.step_plan import Compression, StepPlan
 from vllm_kvcompress.engine.tally import CARRIED_AS, Packed
@@ -157,6 +162,25 @@ def test_requests_that_are_gone_leave_no_news():
     assert news_of(output)["kept_tokens"] == 44.0
 
 
+WRAPPED = (
+    ("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs"),
+    ("vllm.v1.engine.output_processor", "RequestState", "make_request_output"),
+    *(
+        (f"vllm.entrypoints.openai.{module}", owner, name)
+        for module, owner, name in (
+            ("chat_completion.serving", "OpenAIServingChat", "create_chat_completion"),
+            (
+                "chat_completion.batch_serving", "OpenAIServingChatBatch",
+                "create_batch_chat_completion",
+            ),
+            ("completion.serving", "OpenAIServingCompletion", "create_completion"),
+            ("responses.serving", "OpenAIServingResponses", "create_responses"),
+            ("responses.serving", "OpenAIServingResponses", "responses_full_generator"),
+        )
+    ),
+)  # fmt: skip
+
+
 def collected(*kept):
     found = Collected()
     for index, each in enumerate(kept):
@@ -200,3 +224,84 @@ def test_an_event_with_usage_keeps_what_vllm_says():
         'data: {"id":"é","usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2,'
         '"kv_compress":{"method":"tova","budget":0.1,"prompt_tokens":100,"kept_tokens":10.0}}}}\n\n'
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_and_out_say_what_was_kept(monkeypatch, stream):
+    """`/inference/v1/generate`, whose handler the other endpoints' do not share."""
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.entrypoints.serve.engine.protocol import UsageInfo
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
+
+    async def generate(self):
+        yield SimpleNamespace(request_id="a", kv_compress=kept)
+
+    async def events():
+        async for _ in AsyncLLM.generate(None):
+            yield f'data: {{"usage":{UsageInfo(prompt_tokens=100).model_dump_json()}}}\n\n'
+
+    async def serve_tokens(self, request):
+        if stream:
+            return events()
+        async for _ in AsyncLLM.generate(None):
+            pass
+        return SimpleNamespace(usage=UsageInfo(prompt_tokens=100))
+
+    for module, owner, name in WRAPPED:  # what `install` wraps is as before after the test
+        found = getattr(importlib.import_module(module), owner)
+        monkeypatch.setattr(found, name, getattr(found, name))
+    monkeypatch.setattr(usage.OutputProcessor, usage._INSTALLED, False, raising=False)
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    monkeypatch.setattr(ServingTokens, "serve_tokens", serve_tokens)
+    usage.install()
+
+    async def asked():
+        answer = await ServingTokens.serve_tokens(None, None)
+        if not stream:
+            return answer.usage.prompt_tokens_details.kv_compress
+        (event,) = [event async for event in answer]
+        chunk = json.loads(event.removeprefix("data: "))
+        return chunk["usage"]["prompt_tokens_details"]["kv_compress"]
+
+    assert asyncio.run(asked()) == kept
+
+
+# -- under another name of the model ----------------------------------------------------------
+
+IN, XARGS = "vllm.entrypoints.", lambda request: request.vllm_xargs
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "carried"),
+    [
+        ("openai.chat_completion.protocol", "ChatCompletionRequest", XARGS),
+        ("openai.chat_completion.protocol", "BatchChatCompletionRequest", XARGS),
+        ("openai.completion.protocol", "CompletionRequest", XARGS),
+        ("openai.responses.protocol", "ResponsesRequest", XARGS),
+        (
+            "scale_out.token_in_token_out.protocol", "GenerateRequest",
+            lambda request: request.sampling_params.extra_args,
+        ),
+        ("serve.tokenize.protocol", "TokenizeCompletionRequest", None),
+        ("serve.tokenize.protocol", "DetokenizeRequest", None),
+        ("scale_out.token_in_token_out.protocol", "DerenderChatRequest", None),
+        ("scale_out.token_in_token_out.protocol", "DerenderChatStreamRequest", None),
+        ("scale_out.token_in_token_out.protocol", "DerenderCompletionRequest", None),
+        ("scale_out.token_in_token_out.protocol", "DerenderCompletionStreamRequest", None),
+        ("anthropic.protocol", "AnthropicCountTokensRequest", None),
+    ],
+)  # fmt: skip
+def test_every_request_may_come_under_an_alias(module, name, carried):
+    from vllm import SamplingParams
+
+    kind = getattr(importlib.import_module(IN + module), name)
+    request = kind.model_construct(model="fast")
+    if "sampling_params" in kind.model_fields:
+        request.sampling_params = SamplingParams()
+    models = SimpleNamespace(_kvcompress_aliases=frozenset({"fast"}))
+    for _ in range(2):
+        resolve(models, request)
+    if carried is not None:
+        assert carried(request) == {"kv_alias": "fast"}

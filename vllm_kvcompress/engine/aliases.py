@@ -14,7 +14,9 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.serving import BaseServing
 
 from vllm_kvcompress.engine.cli_args import refuse_taken
+from vllm_kvcompress.engine.refusals import front_end
 from vllm_kvcompress.engine.settings import given_in
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.overrides import ALIAS
 
 _INSTALLED = "_kvcompress_aliases_installed"
@@ -27,7 +29,8 @@ _addressed: ContextVar[str | None] = ContextVar("kvcompress_addressed", default=
 def resolve(models: Any, request: Any) -> None:
     """Write the alias that a request is addressed to into its extra arguments.
 
-    Safe to call twice. Nothing happens to a request under another name.
+    Safe to call twice. Nothing is written into a request under another name, or into one that has
+    no room for extra arguments: it counts or reads tokens and compresses nothing.
 
     Args:
         models: the server's `OpenAIServingModels`.
@@ -40,12 +43,24 @@ def resolve(models: Any, request: Any) -> None:
     _addressed.set(name)
     if (params := getattr(request, "sampling_params", None)) is not None:
         params.extra_args = {**(params.extra_args or {}), ALIAS: name}
-    else:
+    elif _takes_extra_arguments(type(request)):
         request.vllm_xargs = {**(getattr(request, "vllm_xargs", None) or {}), ALIAS: name}
 
 
+def _takes_extra_arguments(kind: type[Any]) -> bool:
+    """Whether a request's class has `vllm_xargs`, or hands on a field that it does not know."""
+    known = getattr(kind, "model_fields", {})
+    return "vllm_xargs" in known or getattr(kind, "model_config", {}).get("extra") == "allow"
+
+
 def install() -> None:
-    """Wrap where vLLM learns the model's names, looks one up and writes it; safe to call twice."""
+    """Wrap where vLLM learns the model's names, looks one up and writes it; safe to call twice.
+
+    Raises:
+        ConfigError: names are looked up elsewhere.
+    """
+    if (reason := front_end()) is not None:
+        raise ConfigError(f"--kv-alias: {reason}")
     if getattr(OpenAIServingModels, _INSTALLED, False):
         return
     init = OpenAIServingModels.__init__

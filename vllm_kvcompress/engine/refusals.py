@@ -245,13 +245,18 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     return None
 
 
-def _front_end(config: VllmConfig) -> str | None:
+def front_end() -> str | None:
+    """Why the process that takes requests cannot be ours; None when it is vLLM's in Python."""
     if envs.VLLM_USE_RUST_FRONTEND:
         return (
-            "the Rust front end neither checks what requests ask for nor counts; unset"
-            " VLLM_USE_RUST_FRONTEND"
+            "the Rust front end neither checks what requests ask for, nor counts, nor knows further"
+            " names of the model; unset VLLM_USE_RUST_FRONTEND"
         )
     return None
+
+
+def _front_end(config: VllmConfig) -> str | None:
+    return front_end()
 
 
 REFUSALS: tuple[Callable[[Any], str | None], ...] = (

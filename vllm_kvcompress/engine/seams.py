@@ -218,6 +218,13 @@ SEAMS = (
     ),
     Seam(
         name="usage",
+        target="vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens",
+        kind="wrap",
+        params=("request",),
+        remove_when=_USAGE,
+    ),
+    Seam(
+        name="usage",
         target="vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo",
         kind="wrap",
         params=("cached_tokens",),

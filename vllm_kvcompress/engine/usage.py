@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingC
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -119,6 +120,7 @@ def install() -> None:
         (OpenAIServingChatBatch, "create_batch_chat_completion"),
         (OpenAIServingCompletion, "create_completion"),
         (OpenAIServingResponses, "create_responses"),
+        (ServingTokens, "serve_tokens"),
     ):
         setattr(serving, name, _telling(getattr(serving, name)))
     OpenAIServingResponses.responses_full_generator = _telling_responses(
