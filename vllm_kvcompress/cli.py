@@ -30,6 +30,7 @@ EVERYTHING = typer.Option(
 )
 OVERRIDES = typer.Option("--kv-allow-override", metavar="METHODS", help="As vllm serve takes it.")
 BOUNDS = typer.Option("--kv-budget-bounds", metavar="MIN:MAX", help="As vllm serve takes it.")
+ALIASES = typer.Option("--kv-alias", metavar="NAME=METHOD:BUDGET", help="As vllm serve takes it.")
 AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
 URL = typer.Option("--url", metavar="URL", help="A running server, such as http://127.0.0.1:8000.")
 KEY = typer.Option("--api-key", envvar="VLLM_API_KEY", help="The server's, where it wants one.")
@@ -47,6 +48,7 @@ def plan(
     everything: Annotated[str | None, EVERYTHING] = None,
     overrides: Annotated[str | None, OVERRIDES] = None,
     bounds: Annotated[str | None, BOUNDS] = None,
+    aliases: Annotated[list[str] | None, ALIASES] = None,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -107,6 +109,7 @@ def plan(
             everything,
             allow_override=overrides,
             budget_bounds=bounds,
+            alias=aliases or None,
         ),
         length=length,
         output=output,
@@ -219,7 +222,7 @@ def _given(
     window: int | None,
     least: int | None,
     everything: str | None,
-    **more: str | None,
+    **more: str | list[str] | None,
 ) -> dict[str, Any]:
     """The settings that were typed, by their key; flags win over the JSON."""
     settings: dict[str, Any] = {}

@@ -250,6 +250,39 @@ def test_the_worst_that_requests_may_ask_for(tiny):
     assert worst("cake", 0.1).worst is None
 
 
+def test_the_worst_that_a_name_of_the_model_may_ask_for(tiny):
+    def worst(method: str, alias: dict, **more):
+        given = {"compress": method, "budget": 0.1, "min_prompt": 128, "alias": alias, **more}
+        return planned(tiny, 1000, 8, given).worst
+
+    def whole(method: str, budget: float):
+        return planned(tiny, 1000, 8, settings(method, budget, min_prompt=128)["kvcompress"]).on
+
+    named = worst("cake", {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.05"})
+    assert (named.asks, named.blocks) == ("the name tiny@half", whole("snapkv", 0.5))
+    less = worst("cake", {"tiny@less": "cake:0.05"})
+    assert (less.asks, less.blocks) == ("cake at 0.1", whole("cake", 0.1))
+    left = worst("cake", {"tiny@full": "off", "tiny@half": "cake:0.5"})
+    assert left.asks == "the name tiny@full"
+    assert worst("off", {"tiny@half": "cake:0.5"}).asks == "off"
+    # an alias is not bound by what bounds requests, and lends its budget to what they ask for
+    both = worst(
+        "cake", {"tiny@more": "cake:0.8"}, allow_override="snapkv", budget_bounds="0.05:0.3"
+    )
+    assert both.blocks == whole("cake", 0.8)
+
+
+def test_names_are_parsed_as_the_server_does(typed, tiny):
+    flags = ["--kv-alias", "tiny@half=snapkv:0.5", "--kv-alias", "tiny@less=cake:0.1"]
+    found = json.loads(typed("plan", tiny, "--len", 2000, *flags, *HERE, "--json").out)
+    assert found["settings"]["alias"] == {"tiny@half": "snapkv:0.5", "tiny@less": "cake:0.1"}
+    assert found["worst"]["asks"] == "the name tiny@half"
+    assert found["worst"]["request"]["end_blocks"] > found["request_on"]["end_blocks"]
+    wrong = typed("plan", tiny, "--len", 2000, "--kv-alias", "tiny@half=caek:0.5", *HERE)
+    assert wrong.status == 2
+    assert "did you mean 'cake'" in wrong.err
+
+
 def test_overrides_are_parsed_as_the_server_does(typed, tiny):
     flags = ["--kv-allow-override", "cake,snapkv", "--kv-budget-bounds", "0.05:0.5"]
     done = typed("plan", tiny, "--len", 2000, *flags, *HERE)
@@ -283,6 +316,50 @@ def test_weights_are_read_from_headers_else_the_index_else_the_config(tiny, tmp_
     ends = 2 * config["vocab_size"] * config["hidden_size"] * 2
     layers = counted.total_bytes - ends
     assert weights_of(tmp_path, four_bits, shape).total_bytes == ends + layers // 4
+
+
+def test_a_second_copy_of_the_weights_is_not_counted(tiny, tmp_path):
+    """Mistral's repositories have consolidated.safetensors beside the files that vLLM loads."""
+    config = read_config(tiny)
+    shape = shape_of(config)
+    once = weights_of(Path(tiny), config, shape)
+    for name in ("consolidated.safetensors", "model-1.safetensors"):
+        (tmp_path / name).symlink_to(Path(tiny, "model.safetensors"))
+    assert weights_of(tmp_path, config, shape) == once
+    (tmp_path / "other.safetensors").symlink_to(Path(tiny, "model.safetensors"))
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_of(tmp_path, config, shape) == once
+    (tmp_path / "model-1.safetensors").unlink()
+    assert weights_of(tmp_path, config, shape).source == "config.json"
+    for name in ("other.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).unlink()
+    assert weights_of(tmp_path, config, shape) == once
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        (dict(quant_method="modelopt", quant_algo="FP8"), 8),
+        (dict(quant_method="modelopt", quant_algo="NVFP4"), 4.5),
+        (dict(quant_method="modelopt", quantization=dict(quant_algo="nvfp4")), 4.5),
+        (
+            dict(
+                quant_method="modelopt", quant_algo="NVFP4",
+                config_groups={"group_0": {"weights": {"num_bits": 4}}},
+            ),
+            4.5,
+        ),
+        (dict(quant_method="modelopt"), 8),
+    ],
+)  # fmt: skip
+def test_modelopts_bits_are_those_of_its_algorithm(tiny, tmp_path, quantization, bits):
+    config = read_config(tiny)
+    shape = shape_of(config)
+    ends = 2 * config["vocab_size"] * config["hidden_size"] * 2
+    plain = weights_of(tmp_path, config, shape).total_bytes - ends
+    found = weights_of(tmp_path, {**config, "quantization_config": quantization}, shape)
+    assert found.total_bytes == pytest.approx(ends + plain * bits / 16, abs=1)
 
 
 def test_the_pool_is_estimated_from_the_gpu_and_marked(typed, tiny):
@@ -326,6 +403,7 @@ def test_a_refused_model_is_status_2(typed, tiny, tmp_path):
         (dict(model_type="qwen2", sliding_window=4096, use_sliding_window=False), None),
         (dict(model_type="qwen2", sliding_window=4096, use_sliding_window=True), 4096),
         (dict(model_type="mistral", sliding_window=None), None),
+        (dict(model_type="mistral", sliding_window=0), None),
     ],
 )
 def test_a_window_counts_where_it_is_switched_on(config, window):

@@ -172,7 +172,8 @@ def forecast(
     block = sizes.block_size
     plan, whole = _plan(settings, sizes, load)
     off, on = _blocks(load, block, None), _blocks(load, block, plan)
-    asks, most = _most(settings, sizes, load) if settings.allow_override else ("", on)
+    may_ask = bool(settings.allow_override or settings.alias)
+    asks, most = _most(settings, sizes, load) if may_ask else ("", on)
     extra = extra_bytes(sizes, settings)
     pools: list[Concurrency | None] = [None, None, None]
     if pool_bytes is not None:
@@ -208,11 +209,16 @@ def _plan(
 
 def _most(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
     """The request that takes the most of those that may be asked for: what it asks, its blocks."""
-    methods = {settings.compress, *settings.allow_override}
+    methods, budgets = {settings.compress, *settings.allow_override}, [settings.budget]
+    if settings.allow_override:
+        # under an alias a request may name one of the two and leave the other to the alias
+        methods |= {alias.method for alias in settings.alias}
+        budgets = [*([high for _, high in settings.budget_bounds] or [1.0]), settings.budget]
+        budgets += [alias.budget for alias in settings.alias if alias.budget is not None]
     asked: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
+    asked += [(f"the name {alias.name}", settings.granted(alias)) for alias in settings.alias]
     for method in sorted(methods - {"off"}):
-        budgets = [high for _, high in settings.budget_bounds] or [1.0]
-        for budget in [*budgets, settings.budget]:
+        for budget in budgets:
             # a bound under a method's window is nothing that a request may ask of it
             with suppress(ConfigError):
                 asked.append((f"{method} at {budget}", settings.variant(method, budget)))

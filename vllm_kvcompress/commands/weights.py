@@ -15,8 +15,9 @@ _INDEX = "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # loaded as the model's own dtype
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "F4": 0.5}  # 1 otherwise
 _LARGEST_HEADER = 100 * 2**20
+_NVFP4 = 4.5  # 16 weights share a scale of 8 bits
 # bits of a weight, by what a checkpoint calls its quantisation
-_BITS = {"fp8": 8, "modelopt": 8, "fbgemm_fp8": 8, "mxfp4": 4.25, "modelopt_fp4": 4.5}
+_BITS = {"fp8": 8, "modelopt": 8, "fbgemm_fp8": 8, "mxfp4": 4.25, "modelopt_fp4": _NVFP4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,9 @@ def weights_of(folder: Path, config: Mapping[str, Any], shape: ModelShape) -> We
     Args:
         folder: where the config.json lies; the others are looked for beside it.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    sizes = [_tensor_bytes(file, shape.itemsize) for file in files]
     index = _index(folder)
-    names = set((index or {}).get("weight_map", {}).values())
-    if sizes and None not in sizes and names <= {file.name for file in files}:
+    sizes = [_tensor_bytes(file, shape.itemsize) for file in _files(folder, index)]
+    if sizes and None not in sizes:
         return Weights(sum(size for size in sizes if size is not None), "safetensors headers")
     total = ((index or {}).get("metadata") or {}).get("total_size")
     if isinstance(total, int):
@@ -51,6 +50,14 @@ def _index(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _files(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:
+    """The files that vLLM loads: the index's, else all but a second copy in Mistral's own form."""
+    if names := set((index or {}).get("weight_map", {}).values()):
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("*.safetensors"))
+    return [one for one in files if not one.name.startswith("consolidated")] or files
 
 
 def _tensor_bytes(file: Path, itemsize: int) -> int | None:
@@ -97,6 +104,8 @@ def _bits(config: Mapping[str, Any], plain: int) -> float:
     found = config.get("quantization_config")
     if not isinstance(found, Mapping):
         return plain
+    if "FP4" in _modelopt_algorithm(found):
+        return _NVFP4
     for key in ("bits", "w_bit", "weight_bits"):
         if isinstance(found.get(key), int):
             return float(found[key])
@@ -108,3 +117,12 @@ def _bits(config: Mapping[str, Any], plain: int) -> float:
     if found.get("load_in_4bit") or found.get("load_in_8bit"):
         return 4 if found.get("load_in_4bit") else 8
     return _BITS.get(str(found.get("quant_method")), plain)
+
+
+def _modelopt_algorithm(found: Mapping[str, Any]) -> str:
+    """What ModelOpt calls its format, such as NVFP4; empty for another's checkpoint."""
+    if not str(found.get("quant_method") or "").lower().startswith("modelopt"):
+        return ""
+    inner = found.get("quantization")
+    algorithm = (inner if isinstance(inner, Mapping) else found).get("quant_algo")
+    return str(algorithm or "").upper()
