@@ -186,7 +186,8 @@ def unmet(asks: Iterable[str], installed: Iterable[Distribution]) -> Iterator[st
         if name in NOT_ON_CPU:
             continue
         if not asked.specifier.contains(versions.get(name, ""), prereleases=True):
-            yield f"{asked.name}{asked.specifier}"
+            extras = f"[{','.join(sorted(asked.extras))}]" if asked.extras else ""
+            yield f"{asked.name}{extras}{asked.specifier}"
 
 
 def _installed(made: Environment) -> list[Distribution]:

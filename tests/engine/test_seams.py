@@ -10,6 +10,7 @@ import vllm
 from packaging.requirements import Requirement
 
 from checkpoints import make
+from vllm_kvcompress.engine import import_failures
 from vllm_kvcompress.engine.installation import check_seams
 from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam, check_all
 from vllm_kvcompress.errors import SeamError
@@ -64,7 +65,8 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         (
             "import pydantic.no_such_part",
             f"vLLM 0.33.0 imports pydantic.no_such_part, which the installed pydantic"
-            f" {version('pydantic')} does not have; run `pip install 'pydantic>=2.12.0'`",
+            f" {version('pydantic')} does not have; run `pip install --force-reinstall --no-deps"
+            f" 'pydantic=={version('pydantic')}'`",
         ),
         (
             "import vllm.no_such_part",
@@ -86,7 +88,7 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
             "(RuntimeError: operator torchvision::nms does not exist); run `pip check`",
         ),
     ],
-    ids=["missing", "missing with its version", "older", "not whole", "name", "lazy", "other"],
+    ids=["missing", "its version", "half there", "not whole", "name", "lazy", "other"],
 )
 def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
     imports, message, tmp_path, monkeypatch
@@ -107,6 +109,23 @@ def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
     # and `kvcompress doctor` says it once for all that it is behind
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     assert check_seams([seam, seam]).detail == str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cure"),
+    [
+        ("pydantic>=2,<999", f"--force-reinstall --no-deps 'pydantic=={version('pydantic')}'"),
+        ("pydantic[email]", f"--force-reinstall --no-deps 'pydantic=={version('pydantic')}'"),
+        ("pydantic>=999", "'pydantic>=999'"),
+        ("pydantic[timezone,email]>=999", "'pydantic[email,timezone]>=999'"),
+    ],
+)
+def test_the_cure_changes_what_is_installed(asked, cure, monkeypatch):
+    """pip does nothing where the version fits, and an extra that is dropped stays missing."""
+    monkeypatch.setattr(import_failures, "requires", lambda build: [asked])
+    error = ModuleNotFoundError(name="pydantic.no_such_part")
+    told = str(import_failures.import_failure(error, "0.33.0"))
+    assert told.endswith(f"run `pip install {cure}`")
 
 
 def test_check_all_stops_at_the_first_lost_seam(monkeypatch):

@@ -46,8 +46,7 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
             f"vLLM {vllm_version} lacks its own module {name}",
             f"install vLLM {vllm_version} again, it is not whole",
         )
-    asked = _requirement(package)
-    cure = f"run `pip install '{asked}'`" if asked else "run `pip check`, and install what it names"
+    cure = _cure(_requirement(package))
     if find_spec(package) is None:
         problem = f"vLLM {vllm_version} needs the Python package {package}, which is not installed"
     else:
@@ -70,8 +69,20 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _requirement(package: str) -> str | None:
-    """What vLLM asks for under the name of an imported package, as pip takes it."""
+def _cure(asked: Requirement | None) -> str:
+    """What to run for a package that vLLM asks for and cannot use as it is installed."""
+    if asked is None:
+        return "run `pip check`, and install what it names"
+    installed = _version(asked.name)
+    if installed and asked.specifier.contains(installed, prereleases=True):
+        # pip would find that there is nothing to do: files are missing, not another version
+        return f"run `pip install --force-reinstall --no-deps '{asked.name}=={installed}'`"
+    extras = f"[{','.join(sorted(asked.extras))}]" if asked.extras else ""
+    return f"run `pip install '{asked.name}{extras}{asked.specifier}'`"
+
+
+def _requirement(package: str) -> Requirement | None:
+    """What vLLM asks for under the name of an imported package."""
     for build in _BUILDS:
         try:
             asked = [Requirement(text) for text in requires(build) or ()]
@@ -81,5 +92,5 @@ def _requirement(package: str) -> str | None:
             if canonicalize_name(one.name) == canonicalize_name(package) and (
                 one.marker is None or one.marker.evaluate({"extra": ""})
             ):
-                return f"{one.name}{one.specifier}"
+                return one
     return None
