@@ -79,7 +79,7 @@ def ask(server, prompt, rank, name="", new=NEW):
         "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     headers = {"X-data-parallel-rank": str(rank), "X-Request-Id": name or f"{rank}-{len(prompt)}"}
-    return httpx.post(f"{server.url}/v1/completions", json=sent, headers=headers, timeout=120)
+    return httpx.post(f"{server.url}/v1/completions", json=sent, headers=headers, timeout=600)
 
 
 def answer(*asked):
@@ -88,7 +88,7 @@ def answer(*asked):
     return given.json()["choices"][0]["token_ids"]
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -134,7 +134,7 @@ def test_a_lost_plan_is_an_error_for_every_client(server, one_engine):
         wait_for(lambda: server.metric("vllm:num_requests_running") == 2)
         assert failed(lambda: ask(server, PROMPTS[0], 0, "lose"))
         for other in others:
-            assert failed(lambda other=other: other.result(timeout=60))
+            assert failed(lambda other=other: other.result(timeout=600))
     assert server.process.wait(60) is not None
     log = server.log.read_text()
     assert "workers must carry out every compression, but the step with plan" in log
