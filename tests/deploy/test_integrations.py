@@ -23,6 +23,7 @@ def read(path):
 
 
 RUNTIME, SERVICE = read("kserve/servingruntime.yaml"), read("kserve/inferenceservice.yaml")
+ACCOUNT, POLICY = read("kserve/serviceaccount.yaml"), read("kserve/networkpolicy.yaml")
 STACK = read("production-stack/values.yaml")["servingEngineSpec"]
 LITELLM = read("litellm/config.yaml")["model_list"]
 
@@ -32,7 +33,12 @@ def kserve_pod():
     (own,) = RUNTIME["spec"]["containers"]
     predictor = SERVICE["spec"]["predictor"]
     own = {**own, "resources": predictor["model"]["resources"]}
-    kept = ("automountServiceAccountToken", "securityContext", "terminationGracePeriodSeconds")
+    kept = (
+        "serviceAccountName",
+        "automountServiceAccountToken",
+        "securityContext",
+        "terminationGracePeriodSeconds",
+    )
     return {
         "containers": [own],
         "volumes": RUNTIME["spec"]["volumes"],
@@ -66,6 +72,22 @@ def test_every_field_is_one_that_the_project_has():
     assert own["name"] == "kserve-container"  # the one that KServe gives the model to
     mounted = {mount["mountPath"] for mount in own["volumeMounts"]}
     assert mounted == {"/models", "/scratch", "/tmp", "/dev/shm"}
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_kserves_pods_are_closed_and_may_fetch_a_gated_model(version):
+    for made in (ACCOUNT, POLICY):
+        kubernetes_validate.validate(made, version, strict=True)
+    # KServe gives its storage initializer HF_TOKEN of the account's Secrets
+    assert SERVICE["spec"]["predictor"]["serviceAccountName"] == ACCOUNT["metadata"]["name"]
+    assert ACCOUNT["secrets"] == [{"name": "vllm-hub"}]
+    label = "serving.kserve.io/inferenceservice"
+    assert POLICY["spec"]["podSelector"] == {"matchLabels": {label: SERVICE["metadata"]["name"]}}
+    (rule,) = POLICY["spec"]["ingress"]
+    ours = yaml.safe_load((DEPLOY / "base" / "networkpolicy.yaml").read_text())
+    assert rule["from"] == ours["spec"]["ingress"][0]["from"]
+    (own,) = RUNTIME["spec"]["containers"]
+    assert rule["ports"] == [{"port": own["ports"][0]["containerPort"]}]
 
 
 def flags(name):
