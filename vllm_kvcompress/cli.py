@@ -233,7 +233,12 @@ def _given(
             _wrong(f"--kv-compress-config must be a JSON object, got {everything!r} ({e})")
         if not isinstance(settings, dict):
             _wrong(f"--kv-compress-config must be a JSON object, got {everything!r}")
-    flags = {"compress": method, "budget": budget, "window": window, "min_prompt": least}
+    flags: dict[str, Any] = {
+        "compress": method,
+        "budget": budget,
+        "window": window,
+        "min_prompt": least,
+    }
     flags |= more
     return settings | {key: value for key, value in flags.items() if value is not None}
 
