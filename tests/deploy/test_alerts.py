@@ -61,6 +61,31 @@ def test_the_unit_tests_notice_a_changed_rule(promtool, tmp_path, change):
     assert promtool("test", "rules", "alerts.yaml").returncode != 0
 
 
+def test_another_deployments_server_does_not_hide_that_ours_is_gone(promtool, tmp_path, rendered):
+    spec = one(rendered["example"], "PrometheusRule")["spec"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
+
+    def firing(namespace, expected):
+        series = f'up{{job="vllm-kvcompress", namespace="{namespace}", pod="a"}}'
+        query = {
+            "expr": 'count(ALERTS{alertname="KVCompressServerDown", alertstate="firing"})',
+            "eval_time": "6m",
+            "exp_samples": [{"labels": "{}", "value": 1}] if expected else [],
+        }
+        test = {
+            "interval": "1m",
+            "input_series": [{"series": series, "values": "1x30"}],
+            "promql_expr_test": [query],
+        }
+        case = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+        (tmp_path / "two.yaml").write_text(yaml.safe_dump(case))
+        done = promtool("test", "rules", "two.yaml")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    firing("another", expected=True)
+    firing("inference", expected=False)
+
+
 @pytest.mark.parametrize("name", sorted(alerts()))
 def test_each_has_a_case_that_fires_and_one_that_does_not(name):
     found = [
@@ -102,7 +127,7 @@ def test_the_job_that_must_be_up_is_the_one_that_is_scraped(rendered):
     monitor = one(rendered["gpu"], "ServiceMonitor")
     service = one(rendered["gpu"], "Service")
     job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
-    assert f'up{{job="{job}"}}' in alerts()["KVCompressServerDown"]["expr"]
+    assert f'absent(up{{job="{job}", namespace=~".*"}})' in alerts()["KVCompressServerDown"]["expr"]
     for name, rule in alerts().items():  # what every vLLM exports, of this deployment only
         for metric, labels in re.findall(r"(vllm:\w+)(\{[^}]*\})?", rule["expr"]):
             if not metric.startswith("vllm:kv_compress_"):
