@@ -381,7 +381,11 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     """Prefetch, deployment and canary, as the runbook applies them one after the other."""
     site = copied / "site" / "kustomization.yaml"
     edit(copied / "kustomization.yaml", "- ../gpu #", f"- ../{stands_on} #")
-    edit(site, "MODEL=Qwen/Qwen3-8B", "MODEL=team/model")
+    edit(
+        site,
+        "- MODEL=Qwen/Qwen3-8B",
+        "- MODEL=team/model\n      - KV_COMPRESS=snapkv\n      - KV_ALLOW_OVERRIDE=off,h2o",
+    )
     edit(site, "value: 100Gi #", "value: 200Gi #")
     if stands_on == "tensor-parallel":
         line = "- ../../../components/tensor-parallel #"
@@ -405,14 +409,20 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     assert spec["resources"]["requests"]["storage"] == "200Gi"
     assert spec["storageClassName"] == "shared-files"
     assert not claims(canary)
-    # no object but that claim is in two of them
-    names = [{(o["kind"], o["metadata"]["name"]) for o in objects} for objects in applied]
+    # no object but that claim is in two of them; settings of one name have one content
+    names = [
+        {(o["kind"], o["metadata"]["name"]) for o in objects if o["kind"] != "ConfigMap"}
+        for objects in applied
+    ]
     assert names[0] & names[1] == {("PersistentVolumeClaim", "model-cache")}
     assert not names[2] & (names[0] | names[1])
     # the same prompts fit: its flags and GPUs are the deployment's
     assert container(canary)["args"] == container(deployment)["args"]
     assert container(canary)["resources"] == container(deployment)["resources"]
     assert pods(canary)[0]["spec"]["runtimeClassName"] == "nvidia"
+    asked = [one(objects, "ConfigMap", "settings")["data"] for objects in (deployment, canary)]
+    methods = [(data["KV_COMPRESS"], data["KV_ALLOW_OVERRIDE"]) for data in asked]
+    assert methods == [("snapkv", "off,h2o"), ("off", "off,cake,snapkv")]
     # pods ask no hub, and the Job asks it all the same
     assert one(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
     assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
