@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -101,6 +102,11 @@ def examined(typed, monkeypatch) -> Callable[..., Typed]:
         return Report(checks=checks, kept=kept)
 
     spare_repetitions()
+    # A child's log is not the command's output: that of an engine in here goes elsewhere too.
+    for handler in logging.getLogger("vllm").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            monkeypatch.setattr(handler, "stream", sys.__stderr__)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     monkeypatch.setattr(child, "examine", examine)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return typed

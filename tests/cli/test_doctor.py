@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import zlib
+from importlib.metadata import version
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
@@ -190,7 +191,12 @@ def test_a_vllm_without_a_seam_is_found(examined, monkeypatch):
     ("package", "check", "cure"),
     [
         # imported when vLLM is asked for its flags
-        ("partial_json_parser", "plugin", "run `pip install 'partial-json-parser'`"),
+        (
+            "partial_json_parser",  # pip thinks that it is there
+            "plugin",
+            "run `pip install --force-reinstall --no-deps"
+            f" 'partial-json-parser=={version('partial-json-parser')}'`",
+        ),
         # imported with vLLM itself; its distribution has another name
         ("openai_harmony", "versions", "run `pip check`, and install what it names"),
     ],
