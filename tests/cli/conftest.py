@@ -104,7 +104,7 @@ def examined(typed, monkeypatch) -> Callable[..., Typed]:
     spare_repetitions()
     # A child's log is not the command's output: that of an engine in here goes elsewhere too.
     for handler in logging.getLogger("vllm").handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # vLLM's, and not pytest's own
             monkeypatch.setattr(handler, "stream", sys.__stderr__)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     monkeypatch.setattr(child, "examine", examine)
