@@ -35,15 +35,16 @@ _STATE_SPACE_TYPES = ("mamba", "rwkv", "jamba", "zamba", "falcon_h1", "nemotron_
 # those whose config has none of the above
 STATE_SPACE_ARCHITECTURES = frozenset(
     {
+        "AliceAIForCausalLM",
         "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
         "BailingMoeV3VLForConditionalGeneration",
         "ColBERTLfm2Model",
         "ColQwen3_5",
         "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM",
         "Glm5NextForCausalLM",
         "Glm5NextForConditionalGeneration",
-        "FalconMambaForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "InternS2MobiusForCausalLM",
         "InternS2MobiusForConditionalGeneration",
@@ -57,6 +58,7 @@ STATE_SPACE_ARCHITECTURES = frozenset(
         "Lfm2VlForConditionalGeneration",
         "Mamba2ForCausalLM",
         "MambaForCausalLM",
+        "MiniCPMOcrForConditionalGeneration",
         "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "NemotronHForCausalLM",
