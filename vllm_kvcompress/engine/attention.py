@@ -4,6 +4,7 @@ Each backend's classes are vLLM's own with the mixins below before them: the bui
 every layer reads to the batch's metadata, the implementation runs vLLM's attention on it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -48,7 +49,7 @@ class CompressedBuilder:
         return compressor.pool.slots(request_ids)
 
 
-class CompressedImpl:
+class CompressedImpl(ABC):
     """Mixin before an attention implementation.
 
     Raises:
@@ -84,13 +85,13 @@ class CompressedImpl:
             model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
             raise ConfigError(f"--kv-compress: {unsupported(model)}")
 
+    @abstractmethod
     def layout(self, layer: Any) -> Layout:
         """How K and V lie inside the pages of this layer's cache.
 
         Args:
             layer: vLLM's attention layer, whose cache is there.
         """
-        raise NotImplementedError
 
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
         """Connect the layer to its worker; until then it runs as vLLM's."""
