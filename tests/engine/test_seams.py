@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 from checkpoints import make
 from vllm_kvcompress.engine import import_failures
 from vllm_kvcompress.engine.installation import check_seams
-from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam, check_all
+from vllm_kvcompress.engine.seam import TESTED, Seam
+from vllm_kvcompress.engine.seams import SEAMS, check_all
 from vllm_kvcompress.errors import SeamError
 
 

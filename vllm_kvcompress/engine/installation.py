@@ -14,7 +14,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvcompress
 from vllm_kvcompress.checks import Check
-from vllm_kvcompress.engine.seams import SEAMS, TESTED, Seam
+from vllm_kvcompress.engine.seam import TESTED, Seam
+from vllm_kvcompress.engine.seams import SEAMS
 from vllm_kvcompress.errors import SeamError
 
 
