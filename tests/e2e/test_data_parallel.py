@@ -7,7 +7,7 @@ holds the two collectives that it lacks.
 import concurrent.futures
 import json
 import shutil
-import time
+import threading
 from pathlib import Path
 
 import httpx
@@ -17,6 +17,7 @@ import gloo_experts
 from broken_sites import broken
 from checkpoints import make, tokens
 from engines import engine
+from idling import idle, wait_for
 from vllm_kvcompress.demo.server import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,7 +66,7 @@ def server(model, tmp_path_factory):
     flags = [
         *("--data-parallel-size", "2", "--api-server-count", "1", "--enforce-eager"),
         *("--distributed-executor-backend", "uni"),
-        *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"),
+        *("--dtype", "float32", "--max-model-len", "8192", "--block-size", "32"),
         *("--served-model-name", "experts", "--kv-compress-config", json.dumps(SETTINGS)),
     ]
     environment = {"PYTHONPATH": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -73,31 +74,23 @@ def server(model, tmp_path_factory):
         yield running
 
 
-def ask(server, prompt, rank, name="", new=NEW):
-    sent = {
-        "model": "experts", "prompt": prompt, "max_tokens": new, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True,
+def body(prompt, **more):
+    return {
+        "model": "experts", "prompt": prompt, "max_tokens": NEW, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True, **more,
     }  # fmt: skip
+
+
+def ask(server, prompt, rank, name=""):
     headers = {"X-data-parallel-rank": str(rank), "X-Request-Id": name or f"{rank}-{len(prompt)}"}
-    return httpx.post(f"{server.url}/v1/completions", json=sent, headers=headers, timeout=600)
+    url = f"{server.url}/v1/completions"
+    return httpx.post(url, json=body(prompt), headers=headers, timeout=600)
 
 
 def answer(*asked):
     given = ask(*asked)
     assert given.status_code == 200, given.text
     return given.json()["choices"][0]["token_ids"]
-
-
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
-
-
-def idle(server):
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    return all(server.metric(f"vllm:{name}") == 0 for name in names)
 
 
 def test_a_rank_answers_as_one_engine_while_the_other_is_idle(server, one_engine):
@@ -127,14 +120,30 @@ def failed(answered):
     return given.status_code >= 500
 
 
+def ends_whole(server, rank, begun):
+    """Whether a long streamed answer comes to its end; `begun` is passed at its first token."""
+    sent = body(PROMPTS[2], max_tokens=8000, stream=True)
+    headers = {"X-data-parallel-rank": str(rank)}
+    try:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=sent, headers=headers, timeout=600
+        ) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            assert "token_ids" in next(lines)
+            begun.wait()
+            return any('"finish_reason":"length"' in line for line in lines)
+    except httpx.HTTPError:
+        return False
+
+
 def test_a_lost_plan_is_an_error_for_every_client(server, one_engine):
     """The last test of this server: it ends."""
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(ask, server, PROMPTS[2], rank, "", 800) for rank in (0, 1)]
-        wait_for(lambda: server.metric("vllm:num_requests_running") == 2)
+    begun = threading.Barrier(3, timeout=300)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(ends_whole, server, rank, begun) for rank in (0, 1)]
+        begun.wait()
         assert failed(lambda: ask(server, PROMPTS[0], 0, "lose"))
-        for other in others:
-            assert failed(lambda other=other: other.result(timeout=600))
+        assert [other.result(timeout=600) for other in others] == [False, False]
     assert server.process.wait(300) is not None
     log = server.log.read_text()
     assert "workers must carry out every compression, but the step with plan" in log

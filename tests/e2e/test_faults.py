@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from idling import idle, wait_for
 from vllm_kvcompress.demo.server import serve
 from vllm_kvcompress.demo.text import long_prompt
 
@@ -63,18 +64,6 @@ def listen(server, text, tokens, **more):
             return reason or "cut off"
     except httpx.HTTPError as e:
         return type(e).__name__
-
-
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
-
-
-def idle(server):
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    return all(server.metric(f"vllm:{name}") == 0 for name in names)
 
 
 def processes(server):

@@ -55,27 +55,29 @@ def past_the_worker(executor, worker):
     return rpc
 
 
-def plan_dropped(executor, worker):
+def _sending(executor, change):
     run = executor.collective_rpc
 
     def rpc(method, args=(), **how):
         if method == "execute_model":
-            args = (without(args[0], "kvcompress"),)
+            args = (change(args[0]),)
         return run(method, args=args, **how)
 
     return rpc
+
+
+def plan_dropped(executor, worker):
+    return _sending(executor, lambda output: without(output, "kvcompress"))
 
 
 def plan_taken_off(executor, worker):
     """From the scheduler's own object."""
-    run = executor.collective_rpc
 
-    def rpc(method, args=(), **how):
-        if method == "execute_model":
-            args[0].kvcompress = None
-        return run(method, args=args, **how)
+    def change(output):
+        output.kvcompress = None
+        return output
 
-    return rpc
+    return _sending(executor, change)
 
 
 def _answering(executor, change):
