@@ -47,9 +47,9 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
     from vllm import _custom_ops as ops
 
     from vllm_kvcompress.config import CompressionConfig
-    from vllm_kvcompress.engine.compressor import PromptCompressor
-    from vllm_kvcompress.engine.kv_layouts import find_layout
-    from vllm_kvcompress.engine.page_pool import PagePool
+    from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+    from vllm_kvcompress.engine.pages.layouts import find_layout
+    from vllm_kvcompress.engine.pages.pool import PagePool
 
     heads, kv_heads = args.heads
     blocks = -(-args.prompt // args.block)
@@ -97,8 +97,8 @@ def finished(budget: float, args: argparse.Namespace) -> Any:
     import torch
 
     from vllm_kvcompress.config import CompressionConfig
-    from vllm_kvcompress.engine.packing import Finished
-    from vllm_kvcompress.engine.step_plan import Compression
+    from vllm_kvcompress.engine.compression.packer import Finished
+    from vllm_kvcompress.engine.messages.step import Compression
     from vllm_kvcompress.pipeline import method_of
     from vllm_kvcompress.plan import page_plan
     from vllm_kvcompress.policies.base import Reads

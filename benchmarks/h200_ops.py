@@ -24,7 +24,13 @@ from h200_truths import (
     window_truth,
 )
 
-import kvcompress_kernels as kernels
+from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.move_kept import move_kept
+from kvcompress_kernels.page_tables import page_tables
+from kvcompress_kernels.select import select, select_chunks
+from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.window_scores import window_scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,7 @@ class Op:
 
 
 def window_all_rows(p: Problem, **wanted: bool) -> Outputs:
-    from kvcompress_kernels.window_scores_triton import run_batch
+    from kvcompress_kernels.window_scores.triton import run_batch
 
     seen = run_batch(p.query, p.keys, p.pages, p.tokens, p.lengths, p.scale, **wanted)
     return {name: x for name, x in seen._asdict().items() if x is not None}
@@ -75,12 +81,12 @@ def window_args(p: Problem, row: int) -> tuple[Any, ...]:
 
 def window_alone(p: Problem, row: int) -> Outputs:
     """Entropy and shift are sums over a batch's columns: their order is not promised."""
-    seen = kernels.window_scores(*window_args(p, row), variance=True)._asdict()
+    seen = window_scores(*window_args(p, row), variance=True)._asdict()
     return {name: seen[name] for name in PER_HEAD}
 
 
 def window_plain(p: Problem, row: int, *, variance: bool) -> Any:
-    from kvcompress_kernels.window_scores_ref import run
+    from kvcompress_kernels.window_scores.reference import run
 
     return run(*window_args(p, row), variance)
 
@@ -89,7 +95,7 @@ def window_plain(p: Problem, row: int, *, variance: bool) -> Any:
 
 
 def value_all_rows(p: Problem, *, fast: bool, reduce: str) -> Outputs:
-    from kvcompress_kernels.value_scores_triton import run_batch
+    from kvcompress_kernels.value_scores.triton import run_batch
 
     return {"scores": run_batch(p.weights, p.values, p.pages, p.lengths, fast, reduce)}
 
@@ -100,11 +106,11 @@ def value_args(p: Problem, row: int) -> tuple[Any, ...]:
 
 
 def value_alone(p: Problem, row: int, *, fast: bool, reduce: str) -> Outputs:
-    return {"scores": kernels.value_scores(*value_args(p, row), fast=fast, reduce=reduce)}
+    return {"scores": value_scores(*value_args(p, row), fast=fast, reduce=reduce)}
 
 
 def value_plain(p: Problem, row: int, *, fast: bool, reduce: str) -> Any:
-    from kvcompress_kernels.value_scores_ref import run
+    from kvcompress_kernels.value_scores.reference import run
 
     return run(*value_args(p, row), fast, reduce)
 
@@ -113,7 +119,7 @@ def value_plain(p: Problem, row: int, *, fast: bool, reduce: str) -> Any:
 
 
 def column_all_rows(p: Problem) -> Outputs:
-    from kvcompress_kernels.column_sums_triton import run_batch
+    from kvcompress_kernels.column_sums.triton import run_batch
 
     most, longest = max(p.chunks), max(p.tokens)
     where = p.keys, p.pages, p.lengths, longest, p.scale
@@ -125,7 +131,7 @@ def column_args(p: Problem, row: int) -> tuple[Any, ...]:
 
 
 def column_plain(p: Problem, row: int) -> Any:
-    from kvcompress_kernels.column_sums_ref import run
+    from kvcompress_kernels.column_sums.reference import run
 
     return run(*column_args(p, row))
 
@@ -134,7 +140,7 @@ def column_plain(p: Problem, row: int) -> Any:
 
 
 def compact_all_rows(p: Problem) -> Outputs:
-    kernels.move_kept(p.keys, p.values, p.pages, p.kept, p.counts, p.destination)
+    move_kept(p.keys, p.values, p.pages, p.kept, p.counts, p.destination)
     return {}
 
 
@@ -150,7 +156,7 @@ def packed(p: Problem, rows: slice) -> Outputs:
         x.new_empty(where.numel(), x.shape[1], p.shape.block, dim)
         for x, dim in ((p.keys, p.keys.shape[2]), (p.values, p.values.shape[3]))
     )
-    kernels.move_kept(p.keys, p.values, pages, kept, counts, where, into=(keys.mT, values))
+    move_kept(p.keys, p.values, pages, kept, counts, where, into=(keys.mT, values))
     return {"keys": keys.mT.unflatten(0, where.shape), "values": values.unflatten(0, where.shape)}
 
 
@@ -160,7 +166,7 @@ def packed_alone(p: Problem, row: int) -> Outputs:
 
 
 def compact_plain(p: Problem, row: int) -> Any:
-    from kvcompress_kernels.compact_ref import run
+    from kvcompress_kernels.move_kept.reference import run
 
     what = (x[row : row + 1] for x in (p.pages, p.kept, p.counts, p.destination))
     return run(p.keys, p.values, *what, p.keys, p.values)
@@ -170,7 +176,7 @@ def compact_plain(p: Problem, row: int) -> Any:
 
 
 def merge_all_rows(p: Problem) -> Outputs:
-    from kvcompress_kernels.merge_triton import run_batch
+    from kvcompress_kernels.merge_evicted.triton import run_batch
 
     pages = (p.shape.pages_of(tokens) for tokens in p.tokens)
     evicted = max(t - n * p.shape.block for t, n in zip(p.tokens, pages, strict=True))
@@ -187,12 +193,12 @@ def merge_args(p: Problem, row: int) -> tuple[Any, ...]:
 
 
 def merge_alone(p: Problem, row: int) -> Outputs:
-    keys, values = kernels.merge_evicted(*merge_args(p, row))
+    keys, values = merge_evicted(*merge_args(p, row))
     return {"keys": keys[0], "values": values[0]}
 
 
 def merge_plain(p: Problem, row: int) -> Any:
-    from kvcompress_kernels.merge_ref import run
+    from kvcompress_kernels.merge_evicted.reference import run
 
     return run(*merge_args(p, row))
 
@@ -202,17 +208,17 @@ def merge_plain(p: Problem, row: int) -> Any:
 
 def select_all_rows(p: Problem) -> Outputs:
     most = p.shape.kept_pages * p.shape.block
-    return {"positions": kernels.select(p.scores, p.columns, p.keep, most)}
+    return {"positions": select(p.scores, p.columns, p.keep, most)}
 
 
 def select_alone(p: Problem, row: int) -> Outputs:
     part, most = slice(row, row + 1), p.shape.kept_pages * p.shape.block
-    got = kernels.select(p.scores[part], p.columns[part], p.keep[part], most)
+    got = select(p.scores[part], p.columns[part], p.keep[part], most)
     return {"positions": got[0]}
 
 
 def select_plain(p: Problem, row: int) -> Any:
-    from kvcompress_kernels.select_ref import run
+    from kvcompress_kernels.select.reference import run
 
     heads, most = p.shape.kv_heads, p.shape.kept_pages * p.shape.block
     part = slice(row * heads, (row + 1) * heads)
@@ -223,14 +229,14 @@ def select_plain(p: Problem, row: int) -> Any:
 def chunks_all_rows(p: Problem) -> Outputs:
     most, heads = p.shape.kept_pages * p.shape.block, p.shape.kv_heads
     what = p.scores, p.lengths, p.counts * p.shape.block, most
-    return {"positions": kernels.select_chunks(*what, size=CHUNK, heads=heads)}
+    return {"positions": select_chunks(*what, size=CHUNK, heads=heads)}
 
 
 def chunks_alone(p: Problem, row: int) -> Outputs:
     most, heads = p.shape.kept_pages * p.shape.block, p.shape.kv_heads
     scores, one = p.scores[row * heads : (row + 1) * heads], slice(row, row + 1)
     what = scores, p.lengths[one], p.counts[one] * p.shape.block, most
-    return {"positions": kernels.select_chunks(*what, size=CHUNK, heads=heads)[0]}
+    return {"positions": select_chunks(*what, size=CHUNK, heads=heads)[0]}
 
 
 # -- page_tables -------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ def chunks_alone(p: Problem, row: int) -> Outputs:
 
 def tables_all_rows(p: Problem) -> Outputs:
     """Outputs ``[R, L, ...]``: a row is a request."""
-    from kvcompress_kernels.page_tables_triton import run_into
+    from kvcompress_kernels.page_tables.triton import run_into
 
     run_into(*p.tables)
     out = p.tables.out_tables, p.tables.out_lengths
@@ -246,11 +252,11 @@ def tables_all_rows(p: Problem) -> Outputs:
 
 
 def tables_alone(p: Problem, row: int) -> Outputs:
-    return {"lengths": kernels.page_tables(*p.tables[:8])[1][:, row]}
+    return {"lengths": page_tables(*p.tables[:8])[1][:, row]}
 
 
 def tables_plain(p: Problem, row: int) -> Any:
-    from kvcompress_kernels.page_tables_ref import run
+    from kvcompress_kernels.page_tables.reference import run
 
     return run(*p.tables[:8])
 
@@ -357,7 +363,7 @@ OPS = (
         name="column_sums",
         launch=column_all_rows,
         truth=column_truth,
-        alone=lambda p, row: {"sums": kernels.column_sums(*column_args(p, row))},
+        alone=lambda p, row: {"sums": column_sums(*column_args(p, row))},
         plain=column_plain,
         blank=0.0,
         floor_flops=attended,

@@ -94,8 +94,8 @@ class Engine:
         Worker and scheduler are given what they would have been built with. `kept` then sees
         in every plan that both sides took it.
         """
-        from vllm_kvcompress.engine.configure import configure, settings_in
-        from vllm_kvcompress.engine.worker import bind_compressor
+        from vllm_kvcompress.engine.startup.configure import configure, settings_in
+        from vllm_kvcompress.engine.worker.worker import bind_compressor
 
         assert not self.llm.llm_engine.has_unfinished_requests()
         configs = (self.llm.llm_engine.vllm_config, self.scheduler.vllm_config)

@@ -24,7 +24,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     prepare_inputs_to_capture,
 )
 
-from vllm_kvcompress.engine import attention_cuda, worker_cpu
+from vllm_kvcompress.engine.attention import cuda as attention_cuda
+from vllm_kvcompress.engine.worker import cpu as worker_cpu
 
 
 def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:

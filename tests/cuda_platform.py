@@ -53,7 +53,7 @@ def decide(model: str) -> dict[str, object]:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.v1.attention.selector import get_attn_backend
 
-    from vllm_kvcompress.engine.attention import override_backends
+    from vllm_kvcompress.engine.attention.backend import override_backends
 
     config = EngineArgs(
         model=model,

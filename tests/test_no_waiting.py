@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcompress_kernels import select_ops
+from kvcompress_kernels import select as select_ops
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.pipeline import Observed, method_of
 from vllm_kvcompress.plan import Prompt, page_plan

@@ -9,6 +9,6 @@ def register() -> None:
     Adds the command-line flags and the hook that reads ``additional_config["kvcompress"]``.
     Nothing of vLLM is replaced until an engine is configured with compression on.
     """
-    from vllm_kvcompress.engine.seams import install
+    from vllm_kvcompress.engine.startup.plugin import install
 
     install()

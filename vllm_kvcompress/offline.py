@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kvcompress_kernels import column_sums, merge_evicted
+from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
 from vllm_kvcompress.plan import PagePlan, page_plan

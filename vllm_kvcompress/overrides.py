@@ -1,7 +1,7 @@
 """What one request may ask for: ``vllm_xargs`` of the OpenAI API, ``SamplingParams.extra_args``."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,28 @@ def settings_for(
     if asked is not None or named is not None:
         return _override(settings, named, *(asked or (None, None)))
     return settings if settings.enabled else None
+
+
+def refuse_taken(
+    settings: CompressionConfig, served: Iterable[str], adapters: Iterable[str]
+) -> None:
+    """Refuse an alias that means something already.
+
+    Args:
+        settings: with the aliases.
+        served: names that the model is served under.
+        adapters: names of LoRA modules.
+
+    Raises:
+        ConfigError: an alias is among them.
+    """
+    taken = dict.fromkeys(adapters, "a LoRA module") | dict.fromkeys(served, "the model")
+    for alias in settings.alias:
+        if alias.name in taken:
+            raise ConfigError(
+                f"alias {alias.name!r} is already the name of {taken[alias.name]}; choose another"
+                " for the alias"
+            )
 
 
 def how_to_ask(settings: CompressionConfig) -> dict[str, str]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from kvcompress_kernels import window_scores
+from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns, LayerStats, PagedValues, PagePlan

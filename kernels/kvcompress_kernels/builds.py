@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvcompress_kernels.ops import require
+from kvcompress_kernels.contract import require
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200: ten times the major compute capability, plus the minor one."""

@@ -92,7 +92,7 @@ def examined(typed, monkeypatch) -> Callable[..., Typed]:
     What is broken in here is broken for them, and vLLM is imported once. That the child is a
     process, and what becomes of one that ends badly, is shown by the tests that `run` the command.
     """
-    from vllm_kvcompress.engine import doctor
+    from vllm_kvcompress.engine.diagnosis import doctor
 
     def examine(spec, *, tell, timeout_s, verbose=False) -> Report:
         checks: list[Check] = []

@@ -11,8 +11,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from broken_sites import WITHOUT_VLLM, broken, without
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.compressor import PromptCompressor
-from vllm_kvcompress.engine.kv_cache import CompressedManager
+from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.plan import page_plan
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -212,7 +212,7 @@ def test_a_package_that_vllm_needs_is_named_once(run, package, check, cure):
 
 def test_a_process_that_crashes_leaves_a_report(run):
     site = broken(
-        "vllm_kvcompress.engine.seams",
+        "vllm_kvcompress.engine.startup.seams",
         "module.Seam.check = lambda self, version: __import__('os').abort()",
     )
     done = run("doctor", "--json", site=site)

@@ -14,8 +14,8 @@ from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
 from vllm_kvcompress.commands.weights import Weights, weights_of
-from vllm_kvcompress.engine.footprint import device_bytes
-from vllm_kvcompress.engine.settings import settings_in
+from vllm_kvcompress.engine.messages.settings import active_settings
+from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.model_traits import traits_of
 
 HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
@@ -90,7 +90,7 @@ def test_its_bytes_are_those_the_engine_takes(llm, tiny):
     cache = llm.scheduler.kv_cache_config
     taken = sum(tensor.size for tensor in cache.kv_cache_tensors)
     assert found.block_bytes * cache.num_blocks == taken
-    compression = settings_in(config.additional_config)
+    compression = active_settings(config.additional_config)
     assert found.extra_bytes == device_bytes(config, compression)
     assert 0 < found.table_bytes < found.extra_bytes
 

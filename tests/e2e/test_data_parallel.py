@@ -32,7 +32,7 @@ EXPERTS = broken(
 )
 # The worker never sees the plan of a step with such a request.
 LOSES = broken(
-    "vllm_kvcompress.engine.compressor",
+    "vllm_kvcompress.engine.compression.compressor",
     "begin = module.PromptCompressor.begin_step; "
     "module.PromptCompressor.begin_step = lambda self, output: ("
     "any('lose' in name for name in output.num_scheduled_tokens)"

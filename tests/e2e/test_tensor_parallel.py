@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 # What the second rank raises, nobody hears: vLLM asks the first one alone.
 SECOND_FAILS = broken(
-    "vllm_kvcompress.engine.packing",
+    "vllm_kvcompress.engine.compression.packer",
     "pack = module.Packer.pack; module.Packer.pack = lambda self, finished: ("
     "module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60), pack(self, finished)"
     ")[1]",

@@ -12,8 +12,8 @@ from vllm import _custom_ops as ops
 from amx_layout import offsets, pretend_amx
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
-from vllm_kvcompress.engine.kv_layouts import Strided, Tiled, find_layout, read
-from vllm_kvcompress.engine.packing_tiled import TiledPacker
+from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
+from vllm_kvcompress.engine.pages.layouts import Strided, Tiled, find_layout, read
 from vllm_kvcompress.errors import ConfigError
 
 HEADS = 3

@@ -133,7 +133,7 @@ def test_flash_attention_versions(start, on_the_cpu, version):
 def test_triton_attention_and_our_kernels_all_interpreted(start, monkeypatch):
     """The whole CUDA path: vLLM's Triton attention, and every op of ours on its Triton kernel."""
     import interpreter
-    from kvcompress_kernels import ops, page_tables_ops, select_ops, whole_prompt_ops
+    from kvcompress_kernels import contract
 
     model, prompts = "llama-one-layer", [tokens(n, seed=n) for n in (200, 60)]
     options = dict(model=model, additional_config=settings("caote"), max_num_seqs=2)
@@ -141,8 +141,7 @@ def test_triton_attention_and_our_kernels_all_interpreted(start, monkeypatch):
     with opened as llm:
         expected = llm.generate(prompts, 4)
     interpreter.mend()
-    for module in (ops, page_tables_ops, select_ops, whole_prompt_ops):
-        monkeypatch.setattr(module, "triton_takes", lambda tensor: True)
+    monkeypatch.setattr(contract, "triton_takes", lambda tensor: True)
     opened, _ = start("TRITON_ATTN", **options)
     with opened as llm:
         assert llm.generate(prompts, 4) == expected

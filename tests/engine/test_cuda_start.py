@@ -18,12 +18,13 @@ from cuda_platform import GPUS
 from engines import engine, settings
 from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine import attention_cuda, backend_choice, refusals, seams
-from vllm_kvcompress.engine import configure as configuring
-from vllm_kvcompress.engine.configure import configure
-from vllm_kvcompress.engine.footprint import device_bytes
-from vllm_kvcompress.engine.worker import refuse_other_backends
-from vllm_kvcompress.engine.worker_cuda import CompressingGPUWorker
+from vllm_kvcompress.engine.attention import cuda as attention_cuda
+from vllm_kvcompress.engine.startup import backend_choice, refusals, seams
+from vllm_kvcompress.engine.startup import configure as configuring
+from vllm_kvcompress.engine.startup.configure import configure
+from vllm_kvcompress.engine.worker.cuda import CompressingGPUWorker
+from vllm_kvcompress.engine.worker.footprint import device_bytes
+from vllm_kvcompress.engine.worker.worker import refuse_other_backends
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import page_plan
 
@@ -49,7 +50,7 @@ def cuda(monkeypatch, checkpoints_folder):
 def test_cuda_gets_its_worker(cuda, backend):
     cuda.config.attention_config.backend = backend and AttentionBackendEnum[backend]
     configure(cuda.config, CAKE)
-    assert cuda.config.parallel_config.worker_cls.endswith("worker_cuda.CompressingGPUWorker")
+    assert cuda.config.parallel_config.worker_cls.endswith("worker.cuda.CompressingGPUWorker")
 
 
 @pytest.mark.parametrize("backend", ["FLASHINFER", "FLEX_ATTENTION"])

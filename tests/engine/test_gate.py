@@ -18,7 +18,7 @@ def model(checkpoints_folder):
 @pytest.fixture
 def watched(monkeypatch):
     """Engines whose tallies are kept for the test."""
-    from vllm_kvcompress.engine.tally import Tally
+    from vllm_kvcompress.engine.scheduling.tally import Tally
 
     taken = []
     take = Tally.take

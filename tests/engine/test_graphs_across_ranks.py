@@ -12,7 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.gpu import cudagraph_utils, dp_utils
 
 from checkpoints import make
-from vllm_kvcompress.engine.worker import watch_every_layer
+from vllm_kvcompress.engine.worker.worker import watch_every_layer
 
 DECODE, PROMPT_END, CHUNK = (3, 3, 1), (1, 1, 1), (2, 7, None)
 """Requests, tokens, tokens of each request if they have the same: three that decode, one whose

@@ -22,11 +22,11 @@ from vllm.v1.kv_cache_interface import (
 from checkpoints import make, tokens
 from engines import engine, settings
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine import attention_cpu
-from vllm_kvcompress.engine.attention import override_backends
-from vllm_kvcompress.engine.attention_cpu import CompressedCPUImpl
-from vllm_kvcompress.engine.attention_cuda import CompressedFlashImpl, CompressedTritonImpl
-from vllm_kvcompress.engine.kv_cache import CompressedSpec, compressed_specs
+from vllm_kvcompress.engine.attention import cpu as attention_cpu
+from vllm_kvcompress.engine.attention.backend import override_backends
+from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
+from vllm_kvcompress.engine.attention.cuda import CompressedFlashImpl, CompressedTritonImpl
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedSpec, compressed_specs
 from vllm_kvcompress.errors import ConfigError, SeamError
 
 SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -171,7 +171,7 @@ def test_another_plugins_backend_is_not_thrown_out():
 
 
 def test_layers_that_scale_their_logits_differently(checkpoints_folder):
-    from vllm_kvcompress.engine.worker import bind_compressor
+    from vllm_kvcompress.engine.worker.worker import bind_compressor
 
     with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
         runner = llm.worker.model_runner

@@ -206,8 +206,10 @@ def test_each_engine_has_its_label(model):
     """A front end of two engines: what the second one reports is the second one's."""
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_kvcompress.engine.metrics import CompressionStatLogger
-    from vllm_kvcompress.engine.tally import CARRIED_AS, Packed, Tally
+    from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
+    from vllm_kvcompress.engine.messages.counts import attach_counts
+    from vllm_kvcompress.engine.messages.step import Packed
+    from vllm_kvcompress.engine.scheduling.tally import Tally
 
     with engine(model, additional_config=settings("cake", 0.3)) as llm:
         config = llm.llm.llm_engine.vllm_config
@@ -230,7 +232,8 @@ def test_each_engine_has_its_label(model):
                 )
             ]
         )
-        stats = SchedulerStats(kv_connector_stats={CARRIED_AS: tally.take()})
+        stats = SchedulerStats()
+        attach_counts(stats, tally.take())
         logger.record(stats, None, engine_idx=index)
         logger.record(None, None, engine_idx=index)
         logger.record(SchedulerStats(), None, engine_idx=index)
@@ -244,10 +247,10 @@ def test_each_engine_has_its_label(model):
 
 def test_every_metric_is_documented():
     from conftest import ROOT
-    from vllm_kvcompress.engine.metrics import COUNTERS
+    from vllm_kvcompress.engine.frontend.metrics import COUNTERS
 
     text = (ROOT / "docs" / "operate.md").read_text()
-    for name, (label, _) in COUNTERS.items():
+    for name, (label, _, _) in COUNTERS.items():
         assert f"`vllm:kv_compress_{name}_total`" in text, name
         assert not label or f"`{label}`" in text
     for name in ("info", "budget", "ratio", "seconds", "refused_requests_total"):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine import compressor as engine
-from vllm_kvcompress.engine import kv_layouts, page_pool
-from vllm_kvcompress.engine.compressor import PromptCompressor
-from vllm_kvcompress.engine.page_pool import PagePool
+from vllm_kvcompress.engine.compression import compressor as engine
+from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.pages import layouts as kv_layouts
+from vllm_kvcompress.engine.pages import pool as page_pool
+from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.policies.presets import PRESETS
 from waits import launches, nothing_uploaded_or_read
 

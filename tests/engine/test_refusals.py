@@ -13,7 +13,7 @@ from checkpoints import make, tokens
 from engines import engine, settings
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.refusals import refuse_unsupported
+from vllm_kvcompress.engine.startup.refusals import refuse_unsupported
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
 

@@ -1,6 +1,7 @@
 """A worker's report waits for its device and nobody waits for the report."""
 
 import asyncio
+import copy
 import importlib
 import json
 from types import SimpleNamespace
@@ -9,13 +10,13 @@ import pytest
 import torch
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine import usage
-from vllm_kvcompress.engine.aliases import resolve
-from vllm_kvcompress.engine.reports import Reports, Stopwatch
-from vllm_kvcompress.engine.step_plan import Compression, StepPlan
-from vllm_kvcompress.engine.tally import CARRIED_AS, Packed
-from vllm_kvcompress.engine.usage import Collected, merge, told
-from vllm_kvcompress.engine.usage_notes import UsageNotes
+from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
+from vllm_kvcompress.engine.frontend import usage
+from vllm_kvcompress.engine.frontend.aliases import resolve
+from vllm_kvcompress.engine.frontend.usage import Collected, merge, told
+from vllm_kvcompress.engine.messages.step import Compression, Packed, StepPlan
+from vllm_kvcompress.engine.messages.usage import take_kept
+from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.plan import page_plan
 
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
@@ -92,8 +93,8 @@ def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
 def test_an_output_that_vllm_shares_is_not_written_to():
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-    from vllm_kvcompress.engine.step_plan import StepReport
-    from vllm_kvcompress.engine.worker import _with
+    from vllm_kvcompress.engine.messages.step import StepReport
+    from vllm_kvcompress.engine.worker.worker import _with
 
     report = StepReport(carried_out=3, packed=())
     assert _with(EMPTY_MODEL_RUNNER_OUTPUT, report).kvcompress is report
@@ -116,8 +117,7 @@ def packed(name, tokens, layer_tokens):
 
 
 def news_of(output):
-    carried = output.kv_transfer_params
-    return None if carried is None else carried[CARRIED_AS]
+    return take_kept(copy.copy(output))
 
 
 def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has_them():

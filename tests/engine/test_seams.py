@@ -10,10 +10,10 @@ import vllm
 from packaging.requirements import Requirement
 
 from checkpoints import make
-from vllm_kvcompress.engine import import_failures
-from vllm_kvcompress.engine.installation import check_seams
-from vllm_kvcompress.engine.seam import TESTED, Seam
-from vllm_kvcompress.engine.seams import SEAMS, check_all
+from vllm_kvcompress.engine.diagnosis.installation import check_seams
+from vllm_kvcompress.engine.startup import import_failures
+from vllm_kvcompress.engine.startup.seam import TESTED, Seam
+from vllm_kvcompress.engine.startup.seams import SEAMS, check_all
 from vllm_kvcompress.errors import SeamError
 
 
@@ -130,7 +130,7 @@ def test_the_cure_changes_what_is_installed(asked, cure, monkeypatch):
 
 
 def test_check_all_stops_at_the_first_lost_seam(monkeypatch):
-    from vllm_kvcompress.engine import seams
+    from vllm_kvcompress.engine.startup import seams
 
     lost = Seam(name="x", target="vllm:no_such", kind="wrap", params=(), remove_when="never")
     monkeypatch.setattr(seams, "SEAMS", (*SEAMS, lost))
@@ -160,7 +160,7 @@ assert depth == 1, depth
 ours = {name for name in sys.modules if name.startswith("vllm_kvcompress.engine.")}
 loaded = {name.rpartition(".")[2] for name in ours}
 assert not loaded & {"kv_cache", "scheduler", "worker", "attention", "compressor"}, loaded
-import vllm_kvcompress.engine.kv_cache as own
+import vllm_kvcompress.engine.scheduling.kv_cache as own
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST as known
 assert {FullAttentionSpec, MambaSpec, SlidingWindowSpec, own.CompressedSpec} <= set(known)

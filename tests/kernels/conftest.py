@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvcompress_kernels import ops, page_tables_ops, select_ops, whole_prompt_ops
+from kvcompress_kernels import contract
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -17,8 +17,7 @@ if INTERPRETED:
 @pytest.fixture(autouse=True)
 def _triton_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        for module in (ops, page_tables_ops, select_ops, whole_prompt_ops):
-            monkeypatch.setattr(module, "triton_takes", lambda tensor: True)
+        monkeypatch.setattr(contract, "triton_takes", lambda tensor: True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,16 +5,14 @@ import os
 import pytest
 import torch
 
-from kvcompress_kernels import (
-    builds,
-    column_sums,
-    column_sums_ref,
-    merge_evicted,
-    value_scores,
-    value_scores_ref,
-    window_scores,
-    window_scores_ref,
-)
+from kvcompress_kernels import builds
+from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.column_sums import reference as column_sums_ref
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.value_scores import reference as value_scores_ref
+from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.window_scores import reference as window_scores_ref
+from kvcompress_kernels.window_scores import window_scores
 from paging import paged_keys, paged_values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

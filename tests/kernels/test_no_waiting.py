@@ -1,21 +1,28 @@
 """The host launches kernels and goes on: it reads nothing back and uploads nothing (`waits`)."""
 
+import importlib
 import inspect
 import os
+from pkgutil import iter_modules
 
 import pytest
 import torch
 
-import kvcompress_kernels as kernels
-from kvcompress_kernels import (
-    column_sums_triton,
-    compact_triton,
-    merge_triton,
-    page_tables_triton,
-    select_triton,
-    value_scores_triton,
-    window_scores_triton,
-)
+import kvcompress_kernels
+from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.column_sums import triton as column_sums_triton
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.merge_evicted import triton as merge_triton
+from kvcompress_kernels.move_kept import move_kept
+from kvcompress_kernels.move_kept import triton as compact_triton
+from kvcompress_kernels.page_tables import page_tables, page_tables_into
+from kvcompress_kernels.page_tables import triton as page_tables_triton
+from kvcompress_kernels.select import select, select_chunks
+from kvcompress_kernels.select import triton as select_triton
+from kvcompress_kernels.value_scores import triton as value_scores_triton
+from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.window_scores import triton as window_scores_triton
+from kvcompress_kernels.window_scores import window_scores
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
@@ -60,32 +67,31 @@ INTO = (on_device(5), on_device(), on_device(4, 8, 30), on_device(4, 8))
 
 CALLS = {
     "window_scores": lambda: [
-        kernels.window_scores(QUERY, K, TABLE, 200, scale, variance=variance)
+        window_scores(QUERY, K, TABLE, 200, scale, variance=variance)
         for scale in (0.1, -0.1)
         for variance in (False, True)
     ],
-    "column_sums": lambda: kernels.column_sums(QUERY, K, TABLE, 200, 0.1),
+    "column_sums": lambda: column_sums(QUERY, K, TABLE, 200, 0.1),
     "value_scores": lambda: [
-        kernels.value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2")
-        for fast in (False, True)
+        value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2") for fast in (False, True)
     ],
-    "merge_evicted": lambda: kernels.merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
+    "merge_evicted": lambda: merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
     "move_kept": lambda: [
-        kernels.move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)
+        move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)
         for kept in (None, KEPT)
         for into in (None, pages(64))
     ],
     "select": lambda: [
-        kernels.select(SCORES, on_device(6), on_device(6), 96, first=4, last=on_device(6)),
-        kernels.select(SCORES, 200, on_device(6), 96),
+        select(SCORES, on_device(6), on_device(6), 96, first=4, last=on_device(6)),
+        select(SCORES, 200, on_device(6), 96),
     ],
     "select_chunks": lambda: [
-        kernels.select_chunks(SCORES, on_device(3), on_device(3), 96, size=10, heads=2),
-        kernels.select_chunks(SCORES, 200, on_device(6), 96, size=10),
+        select_chunks(SCORES, on_device(3), on_device(3), 96, size=10, heads=2),
+        select_chunks(SCORES, 200, on_device(6), 96, size=10),
     ],
-    "page_tables": lambda: kernels.page_tables(*STEP_ROWS, on_device(4), 4, 16),
-    "page_tables_into": lambda: kernels.page_tables_into(*STEP, on_device(4), 4, 16, *INTO),
-    "window_scores_triton.run_batch": lambda: [
+    "page_tables": lambda: page_tables(*STEP_ROWS, on_device(4), 4, 16),
+    "page_tables_into": lambda: page_tables_into(*STEP, on_device(4), 4, 16, *INTO),
+    "window_scores.run_batch": lambda: [
         window_scores_triton.run_batch(
             on_device(3, 32, 8, 64, dtype=torch.bfloat16),
             *(K, TABLES, [200, 100, 77], COUNTS, 0.1),
@@ -95,14 +101,14 @@ CALLS = {
         for grouped in (False, True)
         for more in (False, True)
     ],
-    "column_sums_triton.run_batch": lambda: column_sums_triton.run_batch(
+    "column_sums.run_batch": lambda: column_sums_triton.run_batch(
         on_device(96, 8, 64, dtype=torch.bfloat16), on_device(4), 40, K, TABLES, COUNTS, 200, 0.1
     ),
-    "value_scores_triton.run_batch": lambda: [
+    "value_scores.run_batch": lambda: [
         value_scores_triton.run_batch(WEIGHTS, V, TABLES, COUNTS, fast, "mean")
         for fast in (False, True)
     ],
-    "merge_triton.run_batch": lambda: merge_triton.run_batch(
+    "merge_evicted.run_batch": lambda: merge_triton.run_batch(
         K, V, TABLES, COUNTS, KEPT, COUNTS, 150
     ),
 }
@@ -118,9 +124,11 @@ def functions(module):
 
 
 def test_all_that_launches_is_called_here():
-    public = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
+    ops = [found.name for found in iter_modules(kvcompress_kernels.__path__) if found.ispkg]
+    contracts = [importlib.import_module(f"kvcompress_kernels.{op}") for op in ops]
+    public = {name for contract in contracts for name in functions(contract)}
     batched = {
-        f"{module.__name__.split('.')[-1]}.{name}"
+        f"{module.__name__.split('.')[-2]}.{name}"
         for module in LAUNCHING
         for name in functions(module) - BEHIND_AN_OP
     }

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import page_tables, page_tables_into, page_tables_ref
+from kvcompress_kernels.page_tables import page_tables, page_tables_into
+from kvcompress_kernels.page_tables import reference as page_tables_ref
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -24,7 +25,7 @@ def triton():
     """The kernel itself, where it runs: on a GPU, or in the interpreter."""
     if not INTERPRETED and DEVICE == "cpu":
         pytest.skip("needs a GPU or TRITON_INTERPRET=1")
-    from kvcompress_kernels import page_tables_triton
+    from kvcompress_kernels.page_tables import triton as page_tables_triton
 
     return page_tables_triton
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvcompress_kernels import select, select_chunks
+from kvcompress_kernels.select import select, select_chunks
 
 ODD = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, -1.0])
 

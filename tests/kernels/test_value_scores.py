@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import value_scores, value_scores_ref
+from kvcompress_kernels.value_scores import reference as value_scores_ref
+from kvcompress_kernels.value_scores import value_scores
 from paging import Largest, paged_values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -270,7 +271,7 @@ def batch(heads, kv_heads, lengths, dim, dtype):
 )
 def test_batch_equals_its_prompts(fast, reduce, dtype, lengths):
     """Lengths about a split of the tokens."""
-    from kvcompress_kernels import value_scores_triton
+    from kvcompress_kernels.value_scores import triton as value_scores_triton
 
     h, view, pages = batch(6, 2, lengths, 8, dtype)
     got = value_scores_triton.run_batch(h, view, pages, torch.tensor(lengths), fast, reduce)

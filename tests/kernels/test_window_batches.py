@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcompress_kernels import window_scores, window_scores_ref
+from kvcompress_kernels.window_scores import reference as window_scores_ref
+from kvcompress_kernels.window_scores import window_scores
 from paging import paged_keys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -18,7 +19,7 @@ def triton():
     """The kernels themselves, in the interpreter or on a GPU."""
     if not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    from kvcompress_kernels import window_scores_triton
+    from kvcompress_kernels.window_scores import triton as window_scores_triton
 
     return window_scores_triton
 

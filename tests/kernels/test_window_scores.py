@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import window_scores
+from kvcompress_kernels.window_scores import window_scores
 from paging import paged_keys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels import window_scores
+from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.allocators.cake import Cake

@@ -18,7 +18,7 @@ from typing import IO, Any
 from vllm_kvcompress.checks import Check, Report, Tell
 from vllm_kvcompress.errors import ConfigError
 
-_MODULE = "vllm_kvcompress.engine.doctor"
+_MODULE = "vllm_kvcompress.engine.diagnosis.doctor"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler must be within reach
     "VLLM_NO_USAGE_STATS": "1",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompress_kernels import select, select_chunks
+from kvcompress_kernels.select import select, select_chunks
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import Selector
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from kvcompress_kernels import value_scores
+from kvcompress_kernels.value_scores import value_scores
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads

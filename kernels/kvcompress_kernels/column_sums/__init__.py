@@ -1,0 +1,45 @@
+"""Attention that each token of a prompt has received."""
+
+import torch
+
+from kvcompress_kernels import contract
+from kvcompress_kernels.contract import check_floats, check_pages, require
+
+
+def column_sums(
+    query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
+) -> torch.Tensor:
+    """Attention each token got from the last T tokens: ``c[h, j] = sum_i A[h, i, j]``.
+
+    ``A = softmax(scale * q k^T)`` by rows, causal (METHODS section 3; H2O, arXiv:2306.14048). The
+    sums of a prompt's chunks, each padded with zeros, add up to those of the whole prompt, whose
+    total is `tokens` per query head. Query head h reads KV head ``h // (Hq // Hkv)``.
+
+    Args:
+        query: ``[T, Hq, D]`` any float dtype, rotated: positions ``tokens - T`` to ``tokens - 1``.
+        key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
+        tokens: prompt tokens known so far, those of `query` included.
+        scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
+
+    Returns:
+        ``[Hq, tokens]`` float32.
+
+    Raises:
+        ValueError: shapes disagree, or `query` is empty or longer than the prompt.
+    """
+    name = "column_sums"
+    count, heads, dim = query.shape
+    require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
+    check_floats(name, "key_pages", key_pages)
+    _, kv_heads, key_dim, block = key_pages.shape
+    require(key_dim == dim, name, f"key_pages must have head dim {dim}", key_dim)
+    require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    require(0 < count <= tokens, name, "0 < T <= tokens must hold", (count, tokens))
+    check_pages(name, pages, tokens, block)
+    if contract.triton_takes(query):
+        from kvcompress_kernels.column_sums.triton import run
+    else:
+        from kvcompress_kernels.column_sums.reference import run
+
+    return run(query, key_pages, pages, tokens, scale)

@@ -1,0 +1,344 @@
+"""Triton kernels of `column_sums`: two launches for any number of prompts, no S x S matrix.
+
+1. `_lse_kernel`, per tile of query rows and query head: log of the row sums, by an online maximum
+   and sum over the key tiles that the rows see.
+2. `_sum_kernel`, per tile of keys and query head: the transposed logits ``k q^T`` of the row tiles
+   that see it, one after another, and the sums of ``exp(s - LSE)``. A column belongs to one
+   program, so no atomics; keys are the rows of the product, so that a thread adds up most of what
+   it holds by itself and a column's sum takes two registers, not a tile of them.
+
+Logits are in base 2. Both launches put the longest programs first. The G heads of a KV head are
+neighbours, so that keys come from L2 for all but one. A row stays in one order of key tiles and a
+column in one order of row tiles: results are the same in any batch.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.builds import DIMS, FLOAT8, FLOATS, Build, check_cache, float8, named
+from kvcompress_kernels.contract import require
+from kvcompress_kernels.triton_float8 import widened
+
+LOG2_E = 1.4426950408889634
+# Integers that differ by prompt: the launcher compiles anew for 1 and for multiples of 16.
+VARY = ["width", "s_pages", "s_lse"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys(  # type: ignore[no-untyped-def]
+    keys,
+    pages,
+    token,
+    tokens,
+    dim,
+    block,
+    s_page,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Keys ``[D, tokens]`` of one KV head, 0 past the head dim and where no slot of a run is read.
+
+    Slots of a run share a mask, or each would be a load of its own: up to RUN - 1 tokens past the
+    prompt are then read. Whatever they hold stays in their own columns.
+    """
+    if BLOCK:  # a division by a constant
+        index, slot = token // BLOCK, token % BLOCK
+    else:
+        index, slot = token // block, token % block
+    live = token // RUN * RUN < tokens
+    page = tl.load(pages + index, mask=live, other=0).to(tl.int64)
+    at = (page * s_page + slot.to(tl.int64) * s_slot)[None, :] + dim.to(tl.int64)[:, None] * s_dim
+    if RUN > 1:  # slots of a block side by side, which a look into the page table hides
+        at = tl.max_contiguous(tl.multiple_of(at, [1, RUN]), [1, RUN])
+    return tl.load(keys + at, mask=live[None, :] & (dim < DIM)[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(query, first, row, rows, head, dim, s_row, s_head, s_dim, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Query ``[rows, D]`` of one head, 0 past the chunk or the head dim."""
+    at = (first + row)[:, None] * s_row + head * s_head + dim.to(tl.int64)[None, :] * s_dim
+    return tl.load(query + at, mask=(row < rows)[:, None] & (dim < DIM)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lse_tile(top, total, q, k, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Maxima and sums of the rows, base 2, after another tile of keys."""
+    s = tl.dot(q, widened(k, q.dtype), input_precision="ieee")
+    if MASK:
+        s = tl.where(token[None, :] <= row[:, None], s, -float("inf"))
+    higher = tl.maximum(top, tl.max(s, 1) * scale)
+    total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(s * scale - higher[:, None]), 1)
+    return higher, total
+
+
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _lse_kernel(  # type: ignore[no-untyped-def]
+    query,
+    starts,
+    keys,
+    pages,
+    tokens,
+    lse,
+    scale,
+    block,
+    s_row,
+    s_query_head,
+    s_query_dim,
+    s_pages,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    s_lse,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Base-2 LSE ``[Hq, R]`` of each row's scaled logits; `scale` includes log2(e)."""
+    head, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    first = tl.load(starts + n).to(tl.int64)
+    rows = (tl.load(starts + n + 1).to(tl.int64) - first).to(tl.int32)
+    if start >= rows:
+        return
+    count = tl.load(tokens + n).to(tl.int32)
+    past = count - rows
+    pages += n * s_pages
+    keys += head // GROUP * s_head
+    row = start + tl.arange(0, ROWS)
+    dim = tl.arange(0, PAD)
+    q = _queries(query, first, row, rows, head, dim, s_row, s_query_head, s_query_dim, DIM)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    seen = (past + start + 1) // COLUMNS * COLUMNS  # tiles below it are seen by every row
+    for at in range(0, seen, COLUMNS):
+        token = at + tl.arange(0, COLUMNS)
+        k = _keys(keys, pages, token, count, dim, block, s_page, s_dim, s_slot, DIM, BLOCK, RUN)
+        top, total = _lse_tile(top, total, q, k, scale, past + row, token, False)
+    for at in range(seen, past + tl.minimum(start + ROWS, rows), COLUMNS):
+        token = at + tl.arange(0, COLUMNS)
+        k = _keys(keys, pages, token, count, dim, block, s_page, s_dim, s_slot, DIM, BLOCK, RUN)
+        top, total = _lse_tile(top, total, q, k, scale, past + row, token, True)
+    tl.store(lse + head * s_lse + first + row, top + tl.log2(total), mask=row < rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_tile(total, k, q, lse, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of the columns after another tile of rows."""
+    s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [columns, rows]
+    s = s * scale - lse[None, :]
+    if MASK:  # before exp2, which a future key may take to infinity
+        s = tl.where(token[:, None] <= row[None, :], s, -float("inf"))
+    return total + tl.sum(tl.exp2(s), 1)
+
+
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    query,
+    starts,
+    keys,
+    pages,
+    tokens,
+    lse,
+    sums,
+    scale,
+    block,
+    width,
+    s_row,
+    s_query_head,
+    s_query_dim,
+    s_pages,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    s_lse,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Column sums ``[N, Hq, width]``, 0 past a prompt."""
+    head, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS
+    token = at + tl.arange(0, COLUMNS)
+    first = tl.load(starts + n).to(tl.int64)
+    rows = (tl.load(starts + n + 1).to(tl.int64) - first).to(tl.int32)
+    count = tl.load(tokens + n).to(tl.int32)
+    past = count - rows
+    pages += n * s_pages
+    keys += head // GROUP * s_head
+    lse += head * s_lse + first
+    dim = tl.arange(0, PAD)
+    total = tl.zeros([COLUMNS], tl.float32)
+    if at < count:
+        k = _keys(keys, pages, token, count, dim, block, s_page, s_dim, s_slot, DIM, BLOCK, RUN)
+        k = tl.trans(widened(k, query.dtype.element_ty))
+        low = tl.maximum(at - past, 0) // ROWS * ROWS  # tiles below it see none of the keys
+        full = tl.cdiv(tl.maximum(at + COLUMNS - 1 - past, 0), ROWS) * ROWS  # from it on, all
+        for start in range(low, tl.minimum(full, rows), ROWS):
+            row = start + tl.arange(0, ROWS)
+            q = _queries(query, first, row, rows, head, dim, s_row, s_query_head, s_query_dim, DIM)
+            # no row: exp2(0 - inf) = 0
+            of = tl.load(lse + row, mask=row < rows, other=float("inf"))
+            total = _sum_tile(total, k, q, of, scale, past + row, token, True)
+        for start in range(full, rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            q = _queries(query, first, row, rows, head, dim, s_row, s_query_head, s_query_dim, DIM)
+            of = tl.load(lse + row, mask=row < rows, other=float("inf"))
+            total = _sum_tile(total, k, q, of, scale, past + row, token, False)
+    here = sums + (n * tl.num_programs(0) + head) * width + token
+    tl.store(here, tl.where(token < count, total, 0.0), mask=token < width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the configurations follow from; `run` is the RUN of `_keys`."""
+
+    group: int
+    dim: int
+    block: int
+    run: int
+    bytes: int  # of an element of the query
+
+    def lse(self) -> dict[str, Any]:
+        return self._tiles(128)
+
+    def sums(self) -> dict[str, Any]:
+        return self._tiles(64)  # two programs on a multiprocessor: one multiplies, one takes exp2
+
+    def _tiles(self, rows: int) -> dict[str, Any]:
+        known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
+        pad = max(triton.next_power_of_2(self.dim), 16)
+        side = 32 if self.bytes == 4 else 128 if pad <= 128 else 64
+        return dict(
+            GROUP=self.group,
+            DIM=self.dim,
+            PAD=pad,
+            BLOCK=known,
+            RUN=self.run,
+            ROWS=min(rows, side),
+            COLUMNS=side,
+            num_warps=8 if side == 128 else 4,
+            num_stages=3,
+        )
+
+
+def run(
+    query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
+) -> torch.Tensor:
+    rows = len(query)
+    # filled on the device: copying from the host would wait for it
+    starts = torch.arange(0, 2 * rows, rows, dtype=torch.int32, device=query.device)
+    count = torch.full((1,), tokens, dtype=torch.int32, device=query.device)
+    return run_batch(query, starts, rows, key_pages, pages[None], count, tokens, scale)[0]
+
+
+def run_batch(
+    query: torch.Tensor,
+    starts: torch.Tensor,
+    chunk: int,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    """`column_sums` of N prompts, their chunks one after another in `query`: two launches.
+
+    Args:
+        query: ``[R, Hq, D]`` 16-bit or float32, of the dtype of the cache unless that is float8.
+        starts: ``[N + 1]`` int on the device: prompt n's chunk is rows ``starts[n]`` to
+            ``starts[n + 1] - 1``, its last tokens; it may be empty.
+        chunk: rows of the longest chunk.
+        key_pages: ``[pages, Hkv, D, block_size]`` any strides.
+        pages: ``[N, W]`` int: each prompt's pages in order, then anything.
+        tokens: ``[N]`` int on the device: prompt tokens known so far (unchecked).
+        longest: the largest of `tokens`.
+        scale: as in `column_sums`.
+
+    Returns:
+        ``[N, Hq, longest]`` float32, 0 from a prompt's end on.
+
+    Raises:
+        ValueError: a dtype without a kernel, or two.
+    """
+    name, dtypes = "column_sums", (query.dtype, key_pages.dtype)
+    check_cache(name, key_pages)
+    ok = dtypes[0] in FLOATS and dtypes[1] in (dtypes[0], *FLOAT8)
+    require(ok, name, f"one of {list(FLOATS)} for both, or float8 keys", dtypes)
+    rows, heads, dim = query.shape
+    _, kv_heads, _, block = key_pages.shape
+    shape = _Shape(heads // kv_heads, dim, block, _run(key_pages), query.element_size())
+    lse = query.new_empty(heads, rows, dtype=torch.float32)
+    sums = query.new_empty(len(tokens), heads, longest, dtype=torch.float32)
+    inputs = query, starts, key_pages, pages, tokens, lse
+    strides = *query.stride(), pages.stride(0), *key_pages.stride(), rows
+    factor = scale * LOG2_E
+    how = shape.lse()
+    if chunk:
+        _lse_kernel[heads, triton.cdiv(chunk, how["ROWS"]), len(tokens)](
+            *inputs, factor, block, *strides, **how
+        )
+    how = shape.sums()
+    _sum_kernel[heads, triton.cdiv(longest, how["COLUMNS"]), len(tokens)](
+        *inputs, sums, factor, block, longest, *strides, **how
+    )
+    return sums
+
+
+def _run(key_pages: torch.Tensor) -> int:
+    """Slots side by side in memory that every load of keys may rely on; 1 for dims side by side."""
+    page, head, dim, slot = key_pages.stride()
+    aligned = all(s % 16 == 0 for s in (page, head, dim, key_pages.shape[3]))
+    return 16 if slot == 1 and aligned and key_pages.data_ptr() % 16 == 0 else 1
+
+
+def builds(sm: int) -> list[Build]:
+    """Blocks of 16 for 32 query heads on 8 KV heads; keys of bf16 or, a few, of float8.
+
+    Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
+    stores them transposed, where no kernel runs.
+    """
+    made = []
+    for dim, of in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
+        shape = _Shape(4, dim, 16, 1, 2)
+        for what, kernel, how in (
+            ("lse", _lse_kernel, shape.lse()),
+            ("sums", _sum_kernel, shape.sums()),
+        ):
+            made.append(_build(f"column_sums {what} D{dim}{named(of)}", kernel, how, of))
+    return made
+
+
+def _build(name: str, kernel: Any, how: dict[str, Any], of: str) -> Build:
+    how = dict(how, s_query_dim=1, s_dim=1)
+    warps, stages = how.pop("num_warps"), how.pop("num_stages")
+    kinds = dict(query="*bf16", keys=of, pages="*i64", starts="*i32", tokens="*i32")
+    kinds |= dict(lse="*fp32", sums="*fp32", scale="fp32")
+    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in how}
+    return Build(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs=how,
+        warps=warps,
+        stages=stages,
+        aligned=tuple(arg for arg in signature if arg not in (*VARY, "scale")),
+        tensor_cores=True,
+    )

@@ -1,0 +1,77 @@
+"""Kept tokens, with the evicted ones folded into their nearest."""
+
+import torch
+
+from kvcompress_kernels import contract
+from kvcompress_kernels.contract import check_pages, require
+
+
+def merge_evicted(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    least: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fold evicted tokens into the kept ones their keys resemble (D2O, arXiv:2406.13035).
+
+    Per KV head, each evicted token i has its nearest kept token ``near(i) = argmax_j u_ij`` (ties
+    to the earlier j), ``u_ij = cos(k_i, k_j)``, norms clamped at 1e-12. It is merged iff
+    ``u_i = max_j u_ij`` is at least the mean of u over the evicted tokens, up to rounding, so that
+    equal cosines are all merged; else it is dropped. With e
+    Euler's number and E_j merged into j, all at once:
+    ``k_j <- (e k_j + sum_{i in E_j} exp(u_i) k_i) / (e + sum_{i in E_j} exp(u_i))``, values
+    likewise. The paper's eq. 12 repeats the sum in its first weight, read as a typo here.
+
+    Args:
+        key_pages: ``[pages, Hkv, D, block_size]`` any float dtype and strides.
+        value_pages: ``[pages, Hkv, block_size, Dv]`` likewise.
+        pages: ``[N, ceil(tokens / block_size)]`` int64: for each of N layers, the prompt's pages
+            in order.
+        tokens: prompt tokens; those not kept are evicted.
+        kept: ``[N, Hkv, n]`` int: kept positions per KV head, ascending, distinct, each below
+            `tokens`; of row r the first ``counts[r]`` are read, values unchecked.
+        counts: ``[N]`` int32: tokens that a row keeps, `least` to n; unchecked.
+        least: a number of tokens that every row keeps, known to the host: the nearer, the less
+            room and work are set aside for evicted tokens.
+
+    Returns:
+        Keys ``[N, Hkv, n, D]`` and values ``[N, Hkv, n, Dv]`` of the kept tokens, float32, or
+        float64 from such a cache; zeros behind them. One that nothing was merged into is its
+        cached value bit for bit.
+
+    Raises:
+        ValueError: shapes disagree, nothing is kept, more is kept than there is, or the cache is
+            quantised.
+    """
+    name = "merge_evicted"
+    require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
+    for pages_of in (key_pages, value_pages):
+        rule = "takes no quantised cache: what is folded would have to be quantised anew"
+        require(pages_of.element_size() > 1, name, rule, pages_of.dtype)
+    blocks, heads, _, block = key_pages.shape
+    require(
+        value_pages.dim() == 4 and value_pages.shape[:3] == (blocks, heads, block),
+        name,
+        f"value_pages must be [{blocks}, {heads}, {block}, Dv]",
+        tuple(value_pages.shape),
+    )
+    require(
+        kept.dim() == 3 and kept.shape[1] == heads,
+        name,
+        f"kept must be [N, {heads}, n]",
+        tuple(kept.shape),
+    )
+    rows, _, most = kept.shape
+    require(0 < most <= tokens, name, "0 < n <= tokens must hold", (most, tokens))
+    require(0 < least <= most, name, "0 < least <= n must hold", (least, most))
+    require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
+    check_pages(name, pages, tokens, block, rows)
+    if contract.triton_takes(key_pages):
+        from kvcompress_kernels.merge_evicted.triton import run
+    else:
+        from kvcompress_kernels.merge_evicted.reference import run
+
+    return run(key_pages, value_pages, pages, tokens, kept, counts, least)

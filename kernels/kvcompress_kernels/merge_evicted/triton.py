@@ -1,0 +1,197 @@
+"""Launches the passes of `merge_evicted`: for one prompt, or every layer and request of a step."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kvcompress_kernels.builds import DIMS, Build, architecture
+from kvcompress_kernels.merge_evicted.triton_passes import (
+    count_kernel,
+    fold_kernel,
+    nearest_kernel,
+    pack_kernel,
+    place_kernel,
+)
+
+RANKED = 128  # evicted tokens that `count_kernel` ranks at a time
+COUNTING = 8  # its warps; 4 spill with Triton 3.7
+TABLES = ("pages", "kept", "counts", "tokens")  # of one layer at a time: no alignment is known
+SEGMENT = 4096  # evicted tokens of one program of `count_kernel`, at least
+COPIED = 64  # kept tokens of one program of `pack_kernel`
+MEMBERS = 32  # merged tokens that `fold_kernel` reads at a time
+
+
+class Shape(NamedTuple):
+    evicted: int
+    kept: int
+    warps: int
+    stages: int
+
+
+def _shape(pad: int, itemsize: int, sm: int) -> Shape:
+    """For keys of `pad` padded dimensions.
+
+    With 4 warps a thread has 64 logits, their maxima and where they are: 254 registers on Hopper
+    at 64 dimensions, and two programs on a processor, but spills at 128 by Triton 3.6 and
+    everywhere before and after Hopper. 8 warps hold them in 218.
+    """
+    if itemsize > 2:
+        return Shape(32, 32, 4, 2)  # float32 has no tensor cores
+    if pad > 128:
+        return Shape(64, 64, 4, 2)
+    return Shape(128, 64, 4 if sm == 90 and pad <= 64 else 8, 3)
+
+
+def _copying(pad: int) -> int:
+    """Warps of `pack_kernel`: 32 elements a thread, since 64 of them spill."""
+    return max(4, pad // 16)
+
+
+def _folding(pad: int) -> int:
+    """Warps of `fold_kernel`: likewise, at 32 members and the wider of K and V."""
+    return max(2, pad // 32) * (2 if pad >= 256 else 1)
+
+
+def _pad(dim: int) -> int:
+    pad: int = triton.next_power_of_2(dim)
+    return max(16, pad)  # the least that `tl.dot` multiplies
+
+
+def run_batch(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    evicted: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_evicted` of N prompts; in the page pool, a layer is a prompt with its own pages.
+
+    Args:
+        key_pages: ``[P, Hkv, D, block_size]``, bfloat16, float16 or float32, any strides.
+        value_pages: ``[P, Hkv, block_size, Dv]`` likewise.
+        pages: ``[N, W]`` int64; only those of a prompt's tokens are read.
+        tokens: ``[N]`` int32, on the device.
+        kept: ``[N, Hkv, most]`` int32, ascending; the first ``counts`` of each row are read.
+        counts: ``[N]`` int32, on the device: kept tokens of each KV head, at least 1.
+        evicted: at least ``(tokens - counts).max()``, known to the host.
+
+    Returns:
+        Keys ``[N, Hkv, most, D]`` and values ``[N, Hkv, most, Dv]``, float32, zeros from
+        ``counts`` on.
+
+    Raises:
+        ValueError: the cache is float64.
+    """
+    for x in (key_pages, value_pages):
+        if x.dtype == torch.float64:
+            raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
+    prompts, heads, most = kept.shape
+    _, _, dim, block = key_pages.shape
+    value_dim, device = value_pages.shape[3], kept.device
+    pad, value_pad, evicted = _pad(dim), _pad(value_dim), max(evicted, 1)
+    shape = _shape(pad, key_pages.dtype.itemsize, architecture(device))
+    rooms = triton.cdiv(most, COPIED) * COPIED
+    pages, kept = pages.contiguous(), kept.to(torch.int32).contiguous()
+    tiles, width = triton.cdiv(evicted, shape.evicted), pages.shape[1]
+    # counters take no more room than the evicted tokens do, but for one segment
+    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // most))
+    segment = triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
+
+    def new(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.empty(prompts, heads, *size, dtype=dtype, device=device)
+
+    packed, scales = new(key_pages.dtype, rooms, pad), new(torch.float32, rooms)
+    cosines, sums = new(torch.float32, evicted), new(torch.float64, tiles)
+    near, places, ranks = (new(torch.int32, evicted) for _ in range(3))
+    members, weights = new(torch.int32, evicted), new(torch.float32, evicted)
+    keys, values = new(torch.float32, most, dim), new(torch.float32, most, value_dim)
+    counters = new(torch.int32, most * segments).zero_()
+    many = (heads, prompts)
+
+    pack_kernel[(rooms // COPIED, *many)](
+        key_pages, pages, kept, counts, packed, scales, width, most, rooms, block,
+        *key_pages.stride(), dim, pad, COPIED, num_warps=_copying(pad),
+    )  # fmt: skip
+    nearest_kernel[(tiles, *many)](
+        key_pages, pages, kept, counts, tokens, packed, scales, cosines, near, places, sums,
+        width, most, rooms, evicted, block, most.bit_length(), *key_pages.stride(),
+        dim, pad, shape.evicted, shape.kept, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    count_kernel[(segments, *many)](
+        cosines, near, sums, counts, tokens, ranks, counters, most, evicted, tiles, segment,
+        RANKED, 128, num_warps=COUNTING,
+    )  # fmt: skip
+    ends = counters.cumsum(2, dtype=torch.int32)
+    place_kernel[(triton.cdiv(evicted, 512), *many)](
+        cosines, near, places, ranks, ends, counts, tokens, members, weights,
+        most, evicted, segment, segments, 512,
+    )  # fmt: skip
+    fold_kernel[(most, *many)](
+        key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
+        width, most, evicted, segments, block, *key_pages.stride(), *value_pages.stride(),
+        dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
+    )  # fmt: skip
+    return keys, values
+
+
+def run(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    least: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = torch.full_like(counts, tokens)
+    return run_batch(key_pages, value_pages, pages, lengths, kept, counts, tokens - least)
+
+
+def builds(sm: int) -> list[Build]:
+    """bfloat16, keys and values of a token side by side in the cache: strides of 1 along D."""
+    table = dict(pages="*i64", kept="*i32", counts="*i32", tokens="*i32", packed="*bf16")
+    pointers = table | dict(scales="*fp32", cosines="*fp32", near="*i32", places="*i32")
+    pointers |= dict(sums="*fp64", ranks="*i32", counters="*i32", ends="*i32", members="*i32")
+    pointers |= dict(weights="*fp32", keys="*fp32", values="*fp32")
+    pointers |= dict(key_pages="*bf16", value_pages="*bf16")
+    ones = {"s_dim": 1, "k_dim": 1, "v_dim": 1}
+    made = []
+
+    def add(name: str, kernel: Any, warps: int, stages: int, wide: bool, **constexprs: int) -> None:
+        fixed = {k: v for k, v in ones.items() if k in kernel.arg_names} | constexprs
+        signature = {
+            k: pointers.get(k, "i64" if k.endswith("_page") else "i32")
+            for k in kernel.arg_names
+            if k not in fixed
+        }
+        known = {*pointers, "room"} - {*TABLES}
+        aligned = tuple(k for k in signature if k in known or k[1:2] == "_")
+        made.append(
+            Build(
+                name=f"merge {name}",
+                kernel=kernel,
+                signature=signature,
+                constexprs=fixed,
+                warps=warps,
+                stages=stages,
+                aligned=aligned,
+                wide_loads=wide,
+                tensor_cores=kernel is nearest_kernel,
+            )
+        )
+
+    for dim in DIMS:
+        pad = _pad(dim)
+        shape = _shape(pad, 2, sm)
+        sized = dict(DIM=dim, PAD=pad)
+        add(f"pack D={dim}", pack_kernel, _copying(pad), 3, True, **sized, ROWS=COPIED)
+        add(f"nearest D={dim}", nearest_kernel, shape.warps, shape.stages, True, **sized,
+            ROWS=shape.evicted, KEPT=shape.kept)  # fmt: skip
+        both = dict(K=dim, K_PAD=pad, V=dim, V_PAD=pad)
+        add(f"fold D={dim}", fold_kernel, _folding(pad), 3, True, **both, ROWS=MEMBERS)
+    add("count", count_kernel, COUNTING, 3, False, ROWS=RANKED, SUMS=128)
+    add("place", place_kernel, 4, 3, False, ROWS=512)
+    return made

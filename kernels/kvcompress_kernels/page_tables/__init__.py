@@ -1,0 +1,145 @@
+"""Public ops of every step: where each layer finds each request's tokens."""
+
+import torch
+
+from kvcompress_kernels import contract
+from kvcompress_kernels.contract import require
+
+
+def page_tables(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every layer's block table and sequence length for one batch, compressed or not.
+
+    Layer l of request r reads its packed pages, then the ordinary blocks from `first_block` on:
+    ``table[l, r, c] = packed[r, l, c]`` for ``c < num_packed[r, l]``, else the flat page
+    ``layer_offset[l] + block_stride * block_table[r, c - num_packed[r, l] + first_block[r]]``.
+    A request that was not compressed has ``num_packed == first_block == 0``.
+
+    Args:
+        block_table: ``[R, W]`` int32: vLLM's block ids.
+        seq_lens: ``[R]`` int32: vLLM's sequence lengths, in tokens.
+        packed: ``[R, L, C]`` int32: flat pages that hold each layer's kept prompt tokens.
+        num_packed: ``[R, L]`` int32, at most C and at most ``first_block``.
+        first_block: ``[R]`` int32: index of the first ordinary block that is still read.
+        layer_offset: ``[L]`` int32: flat page of block 0 in each layer.
+        block_stride: flat pages between block b and b + 1 of one layer.
+        block_size: tokens in a block.
+
+    Returns:
+        ``[L, R, W]`` int32 tables (entries past a layer's length repeat an ordinary block that
+        the row owns or the null block) and ``[L, R]`` int32 lengths in tokens, both contiguous.
+    """
+    rows, width = block_table.shape
+    layers = layer_offset.shape[0]
+    require(seq_lens.shape == (rows,), "page_tables", f"seq_lens must be [{rows}]", seq_lens.shape)
+    require(
+        packed.shape[:2] == num_packed.shape == (rows, layers),
+        "page_tables",
+        f"packed and num_packed must start with [{rows}, {layers}]",
+        (tuple(packed.shape), tuple(num_packed.shape)),
+    )
+    require(width > 0, "page_tables", "block_table must have columns", width)
+    if contract.triton_takes(block_table):
+        from kvcompress_kernels.page_tables.triton import run
+    else:
+        from kvcompress_kernels.page_tables.reference import run
+
+    return run(
+        block_table,
+        seq_lens,
+        packed,
+        num_packed,
+        first_block,
+        layer_offset,
+        block_stride,
+        block_size,
+    )
+
+
+def page_tables_into(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    block_stride: int,
+    block_size: int,
+    slots: torch.Tensor,
+    live: torch.Tensor,
+    out_tables: torch.Tensor,
+    out_lengths: torch.Tensor,
+) -> None:
+    """`page_tables` into buffers that outlive the step; may be captured in a CUDA graph.
+
+    On a GPU one launch, no allocation, no copy and no sync: its grid depends on the shape of the
+    buffers, all else is read on the device. With ``s = slots[r]``, row ``r < live`` is what
+    `page_tables` says of ``packed[s]``, ``num_packed[s]`` and ``first_block[s]``.
+
+    Args:
+        block_table: ``[>= live, W']`` int32.
+        seq_lens: ``[>= live]`` int32.
+        packed: ``[slots, L, C]`` int32, not by row but by slot.
+        num_packed: ``[slots, L]`` int32.
+        first_block: ``[slots]`` int32.
+        layer_offset: ``[L]`` int32.
+        block_stride: as in `page_tables`.
+        block_size: as in `page_tables`.
+        slots: ``[>= live]`` int32, the slot of each row.
+        live: ``[]`` int32 on the device: rows of this step, at most R.
+        out_tables: ``[L, R, W]`` int32. Of a row's layer the columns that its length covers are
+            written; entries beyond name pages that the row owns, the null block, or what they
+            held, so the buffer must be zeroed once. A row from `live` on reads the null block.
+        out_lengths: ``[L, R]`` int32, all written; 0 from `live` on.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or a last axis is strided.
+    """
+    name, (layers, rows) = "page_tables", out_tables.shape[:2]
+    tensors = (block_table, seq_lens, packed, num_packed, first_block, layer_offset, slots, live)
+    for tensor in (*tensors, out_tables, out_lengths):
+        ok = tensor.dtype == torch.int32 and (tensor.dim() == 0 or tensor.stride(-1) == 1)
+        got = tensor.dtype, tensor.stride()
+        require(ok, name, "all tensors must be int32 with a dense last axis", got)
+    require(block_table.shape[1] > 0, name, "block_table must have columns", block_table.shape)
+    require(live.dim() == 0, name, "live must be a scalar tensor", tuple(live.shape))
+    require(
+        packed.shape[:2] == num_packed.shape == (len(first_block), layers),
+        name,
+        f"packed and num_packed must start with [{len(first_block)}, {layers}]",
+        (tuple(packed.shape), tuple(num_packed.shape)),
+    )
+    require(layer_offset.shape == (layers,), name, f"layer_offset [{layers}]", layer_offset.shape)
+    require(
+        out_lengths.shape == (layers, rows),
+        name,
+        f"out_lengths must be [{layers}, {rows}]",
+        tuple(out_lengths.shape),
+    )
+    if contract.triton_takes(out_tables):
+        from kvcompress_kernels.page_tables.triton import run_into
+    else:
+        from kvcompress_kernels.page_tables.reference import run_into
+
+    run_into(
+        block_table,
+        seq_lens,
+        packed,
+        num_packed,
+        first_block,
+        layer_offset,
+        block_stride,
+        block_size,
+        slots,
+        live,
+        out_tables,
+        out_lengths,
+    )

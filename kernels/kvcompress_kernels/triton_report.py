@@ -1,0 +1,186 @@
+"""What the compiler makes of every kernel, on a machine without a GPU.
+
+    python -m kvcompress_kernels.triton_report --check kernels/compiled.md
+
+Compiles each `Build` with Triton's own ptxas for each architecture and reads the result back with
+cuobjdump. It fails when a kernel does not compile, spills registers to memory, needs more shared
+memory than the chip has, or has lost the 16-byte loads or the tensor cores it was written for.
+Triton's cache keeps what it has compiled, so that a second run takes seconds.
+"""
+
+import argparse
+import hashlib
+import importlib
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvcompress_kernels.builds import ARCHITECTURES, Build
+from kvcompress_kernels.compiled_table import Compiled, differences, section, sections
+
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\S+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
+)
+JOBS = 2
+
+
+def modules() -> Iterator[Any]:
+    """The modules that hold kernels: those with `builds`."""
+    for path in sorted(Path(__file__).parent.glob("*/triton.py")):
+        module = importlib.import_module(f"kvcompress_kernels.{path.parent.name}.triton")
+        if hasattr(module, "builds"):
+            yield module
+
+
+def named(sm: int) -> dict[str, Build]:
+    """Every build for one architecture, by name."""
+    return {build.name: build for module in modules() for build in module.builds(sm)}
+
+
+def compiled(build: Build, sm: int) -> Compiled:
+    """Compile one build.
+
+    Raises:
+        Exception: whatever Triton or ptxas say of a kernel that does not compile.
+    """
+    names = build.kernel.arg_names
+    constant = {(names.index(key),): value for key, value in build.constexprs.items()}
+    signature = {name: build.signature.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in build.aligned}
+    source = ASTSource(fn=build.kernel, signature=signature, constexprs=constant, attrs=aligned)
+    options = {"num_warps": build.warps, "num_stages": build.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    usage, listing = (_dumped(how, kernel.asm["cubin"]) for how in ("-res-usage", "-sass"))
+    found = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"{build.name}: cuobjdump did not tell its registers:\n{usage}")
+    operations = Counter(INSTRUCTION.findall(listing))
+
+    def count(*starts: str, part: str = "") -> int:
+        return sum(n for op, n in operations.items() if op.startswith(starts) and part in op)
+
+    return Compiled(
+        registers=int(found[1]),
+        shared=int(kernel.metadata.shared),
+        spills=count("LDL", "STL") + int(found[2]),
+        loads_16=count("LDG", "LDGSTS", part="128"),
+        tensor=count("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "TCGEN"),
+        instructions=sum(operations.values()),
+    )
+
+
+def _dumped(how: str, binary: bytes) -> str:
+    """What cuobjdump says, kept beside Triton's own cache: listing takes as long as compiling."""
+    store = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    kept = store / f"cuobjdump{how}-{hashlib.sha256(binary).hexdigest()}"
+    if not kept.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin", dir=store) as file:
+            file.write(binary)
+            file.flush()
+            line = [str(TOOLS / "cuobjdump"), how, file.name]
+            done = subprocess.run(line, capture_output=True, text=True, check=True)
+        part = kept.with_suffix(f".{os.getpid()}")
+        part.write_text(done.stdout)
+        part.replace(kept)
+    return kept.read_text()
+
+
+def faults(build: Build, sm: int, made: Compiled) -> list[str]:
+    """What is wrong with it; empty when it may be shipped."""
+    found = []
+    if made.spills:
+        found.append(f"{made.spills} spills")
+    if made.shared > SHARED[sm]:
+        found.append(f"{made.shared} bytes of shared memory, {SHARED[sm]} are there")
+    if build.wide_loads and not made.loads_16:
+        found.append("no 16-byte loads")
+    if build.tensor_cores and not made.tensor:
+        found.append("no tensor cores")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    sm: int
+
+    def __call__(self) -> tuple[Compiled | None, list[str]]:
+        build = named(self.sm)[self.name]
+        try:
+            made = compiled(build, self.sm)
+        except Exception as error:  # the compiler's own, of any kind
+            return None, [str(error).strip().splitlines()[-1]]
+        return made, faults(build, self.sm, made)
+
+
+def _do(job: _Job) -> tuple[Compiled | None, list[str]]:
+    return job()
+
+
+def report(
+    architectures: Sequence[int], *, once: bool, only: str = ""
+) -> tuple[dict[str, dict[int, Compiled]], list[str]]:
+    """All builds for some architectures by name, and what is wrong with them.
+
+    Args:
+        once: the last build of each kernel alone.
+        only: builds whose names match this regular expression.
+    """
+    jobs = []
+    for sm in architectures:
+        every = named(sm)
+        last = {build.kernel: name for name, build in every.items()}.values()
+        jobs += [_Job(x, sm) for x in (last if once else every) if re.search(only, x)]
+    rows: dict[str, dict[int, Compiled]] = {job.name: {} for job in jobs}
+    found = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(JOBS, os.cpu_count() or 1), mp_context=context) as pool:
+        for job, (made, wrong) in zip(jobs, pool.map(_do, jobs), strict=True):
+            found += [f"{job.name}, sm_{job.sm}: {fault}" for fault in wrong]
+            if made:
+                rows[job.name][job.sm] = made
+    return rows, found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    every = list(ARCHITECTURES)
+    parser.add_argument("--sm", type=int, nargs="+", default=every, choices=every)
+    parser.add_argument("--once", action="store_true", help="one build of each kernel")
+    parser.add_argument("--only", default="", help="builds whose names match this expression")
+    parser.add_argument("--check", type=Path, help="compare with this file's table by this Triton")
+    parser.add_argument("--write", type=Path, help="replace this file's table by this Triton")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET"):
+        parser.error("TRITON_INTERPRET must be unset: interpreted kernels are not compiled")
+    rows, wrong = report(args.sm, once=args.once, only=args.only)
+    text = section(triton.__version__, args.sm, rows)
+    sys.stdout.write(text)
+    if args.write:
+        known = sections(args.write.read_text()) if args.write.exists() else {}
+        known[triton.__version__] = text
+        args.write.write_text("\n".join(known[x] for x in sorted(known, reverse=True)))
+    if args.check:
+        then = sections(args.check.read_text()).get(triton.__version__, "")
+        wrong += differences(text, then, gone=not args.once and not args.only)
+    sys.stdout.writelines(f"FAULT {fault}\n" for fault in wrong)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Launches the passes of `value_scores`: for one prompt, or every layer and request of a step."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+
+from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, named
+from kvcompress_kernels.value_scores.triton_passes import (
+    VARY,
+    heaviest_kernel,
+    join_kernel,
+    score_kernel,
+    sum_kernel,
+)
+
+SPLIT = 1024
+"""Tokens of one partial sum. Fixed, so that a prompt's scores do not depend on its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the configurations follow from."""
+
+    group: int
+    dim: int
+    block: int
+    fast: bool
+    bytes: int  # of an element of V
+    sm: int
+
+    def sums(self) -> dict[str, Any]:
+        heads = 4 if self.fast else max(triton.next_power_of_2(self.group), 4)
+        pad = max(triton.next_power_of_2(self.dim), 16)
+        tile = max(16, min(64, 16384 // (pad * self.bytes)))
+        how = dict(self._common(), HEADS=heads, PAD=pad, TILE=tile, SPLIT=SPLIT)
+        how["GROUP"] = 1 if self.fast else self.group
+        # from Blackwell on the product leaves less to a thread
+        warps = 4 if heads * pad <= (2048 if self.sm >= 100 else 1024) else 8
+        return dict(how, num_warps=warps, num_stages=6)  # half of them the page table's
+
+    def join(self) -> dict[str, Any]:
+        pad = triton.next_power_of_2(self.dim)
+        return dict(self._common(), PAD=pad, TILE=16, SPLIT=SPLIT, num_warps=4)
+
+    def scores(self) -> dict[str, Any]:
+        tile = 128 if self.dim <= 128 else 64
+        return dict(self._common(), TILE=tile, num_warps=8)
+
+    def _common(self) -> dict[str, Any]:
+        known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
+        return dict(GROUP=self.group, DIM=self.dim, BLOCK=known, FAST=self.fast)
+
+
+def run(
+    weights: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    fast: bool,
+    reduce: str,
+) -> torch.Tensor:
+    count = torch.full((1,), tokens, dtype=torch.int32, device=pages.device)
+    return run_batch(weights[None], value_pages, pages[None], count, fast, reduce)[0]
+
+
+def run_batch(
+    weights: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: torch.Tensor,
+    fast: bool,
+    reduce: str,
+) -> torch.Tensor:
+    """`value_scores` of N prompts: four launches.
+
+    Args:
+        weights: ``[N, Hq, S]`` float32, S at least the longest prompt.
+        value_pages: ``[pages, Hkv, block_size, D]`` 16-bit, float32 or float8, any strides.
+        pages: ``[N, W]`` int: each prompt's pages in order, then anything.
+        tokens: ``[N]`` int on the device: prompt lengths, all positive (unchecked).
+        fast: as in `value_scores`.
+        reduce: as in `value_scores`.
+
+    Returns:
+        ``[N, Hkv, S]`` float32, 0 from a prompt's end on.
+
+    Raises:
+        ValueError: a dtype without a kernel.
+    """
+    check_cache("value_scores", value_pages)
+    rows, heads, width = weights.shape
+    _, kv_heads, block, dim = value_pages.shape
+    sm = architecture(weights.device)
+    shape = _Shape(heads // kv_heads, dim, block, fast, value_pages.element_size(), sm)
+    splits = triton.cdiv(width, SPLIT)
+    sums = weights.new_empty(rows, kv_heads if fast else heads, splits, dim)
+    rests = weights.new_empty(rows, heads, splits)
+    heaviest = torch.empty_like(rests, dtype=torch.int32)
+    outputs = weights.new_empty(rows, heads, dim)
+    alone_score = weights.new_empty(rows, heads)
+    alone = torch.empty_like(alone_score, dtype=torch.int32)
+    scores = weights.new_empty(rows, kv_heads, width)
+    weights = weights.contiguous()
+    inputs = weights, value_pages, pages, tokens
+    sizes = block, width, pages.stride(0), *value_pages.stride()
+    heaviest_kernel[splits, heads, rows](weights, tokens, heaviest, rests, width, SPLIT)
+    sum_kernel[splits, kv_heads, rows](*inputs, heaviest, sums, *sizes, **shape.sums())
+    joined = outputs, alone, alone_score
+    join_kernel[heads, rows](*inputs, heaviest, rests, sums, *joined, *sizes, **shape.join())
+    how = dict(shape.scores(), L2=reduce == "l2")
+    grid = triton.cdiv(width, how["TILE"]), kv_heads, rows
+    score_kernel[grid](*inputs, *joined, scores, *sizes, **how)
+    return scores
+
+
+def builds(sm: int) -> list[Build]:
+    """Blocks of 16, dims side by side in memory, 4 or 16 query heads per KV head.
+
+    Values of bf16 or, a few, of float8.
+    """
+    narrow = dict(wide_loads=False)
+    made = [_build("value_scores heaviest", heaviest_kernel, dict(SPLIT=SPLIT), "*bf16", **narrow)]
+    sizes = [*product((128,), (4,), float8(sm).values()), (128, 16, "*bf16")]
+    sizes += product(DIMS, (4,), ["*bf16"])
+    for (dim, group, kind), fast in product(sizes, (False, True)):
+        shape = _Shape(group, dim, 16, fast, 2 if kind == "*bf16" else 1, sm)
+        of = f"D{dim} G{group}{' fast' if fast else ''}{named(kind)}"
+        made.append(_build(f"value_scores sums {of}", sum_kernel, shape.sums(), kind))
+        made.append(_build(f"value_scores join {of}", join_kernel, shape.join(), kind, **narrow))
+        for l2 in (False, True):
+            name = f"value_scores scores {of} {'l2' if l2 else 'mean'}"
+            made.append(_build(name, score_kernel, dict(shape.scores(), L2=l2), kind))
+    return made
+
+
+def _build(
+    name: str, kernel: Any, how: dict[str, Any], kind: str, *, wide_loads: bool = True
+) -> Build:
+    strides = dict(s_dim=1) if "s_dim" in kernel.arg_names else {}
+    how = how | strides
+    warps, stages = how.pop("num_warps", 4), how.pop("num_stages", 3)
+    kinds = {"values": kind, "pages": "*i64"}
+    kinds |= dict.fromkeys(("tokens", "heaviest", "alone"), "*i32")
+    floats = ("weights", "sums", "rests", "outputs", "alone_score", "scores")
+    kinds |= dict.fromkeys(floats, "*fp32")
+    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in how}
+    return Build(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs=how,
+        warps=warps,
+        stages=stages,
+        aligned=tuple(arg for arg in signature if arg not in VARY),
+        wide_loads=wide_loads,
+        tensor_cores=kernel is sum_kernel,
+    )

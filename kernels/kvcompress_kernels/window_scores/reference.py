@@ -1,0 +1,109 @@
+"""Reference of `window_scores`: float32, one pass over K, tiled over columns.
+
+Pass 1 computes the logits tile by tile and each row's running maximum and sum; pass 2 reads the
+stored logits, ``Hq * w * S`` float32, once more and reduces them over the window. Tiles keep the
+temporaries inside the processor's cache.
+"""
+
+import torch
+
+from kvcompress_kernels.window_scores.result import WindowScores
+
+TILE = 512  # columns
+
+
+def run(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    variance: bool,
+) -> WindowScores:
+    w, heads, dim = query.shape
+    kv_heads, block = key_pages.shape[1], key_pages.shape[3]
+    group, past = heads // kv_heads, tokens - w
+    q = (query.float() * scale).view(w, kv_heads, group, dim).permute(1, 2, 0, 3)
+    q = q.reshape(kv_heads, group * w, dim)
+
+    logits = _logits(q, key_pages, pages, tokens, max(TILE // block, 1))
+    _mask_future(logits, group, w, past)
+    top = logits[0].new_full((kv_heads, group * w, 1), -torch.inf)
+    weight = torch.zeros_like(top)
+    for tile in logits:
+        new_top = torch.maximum(top, tile.amax(-1, keepdim=True))
+        weight *= (top - new_top).exp_()
+        weight += (tile - new_top).exp_().sum(-1, keepdim=True)
+        top = new_top
+    log_sum = (top + weight.log()).view(heads, w, 1)
+
+    total = torch.empty(heads, past, dtype=torch.float32, device=query.device)
+    recent = torch.empty(heads, w, dtype=torch.float32, device=query.device)
+    last = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
+    spread = torch.empty_like(total) if variance else None
+    entropy = torch.zeros((), dtype=torch.float32, device=query.device)
+    start = 0
+    for tile in logits:
+        every = tile.view(heads, w, -1)
+        end = start + tile.shape[-1]
+        last[:, start:end] = (every[:, -1] - log_sum[:, -1]).exp_()
+        if end > past:
+            inside = every[..., max(past - start, 0) :] - log_sum
+            recent[:, max(start - past, 0) : end - past] = _over_rows(inside.exp_())
+        stop = min(end, past)
+        if stop <= start:
+            start = end
+            continue
+        log_a = every[..., : stop - start] - log_sum
+        a = log_a.exp()
+        entropy -= torch.dot(a.reshape(-1), log_a.reshape(-1))
+        column = _over_rows(a)
+        total[:, start:stop] = column
+        if spread is not None:
+            a -= (column / w).unsqueeze(1)
+            spread[:, start:stop] = _over_rows(a.square_())
+        start = end
+    if spread is None:
+        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last)
+    spread /= w - 1
+    return WindowScores(total, spread, entropy, spread.sum(), recent, last)
+
+
+def _over_rows(x: torch.Tensor) -> torch.Tensor:
+    """Sum ``[heads, w, n]`` over the rows, halves onto each other: every column in one order.
+
+    Equal columns must stay equal for their tie to go to the lower position, and a reduction's order
+    differs between columns. Halves round less than one row after the other, and need no float64.
+    """
+    while (rows := x.shape[1]) > 1:
+        half = x[:, : rows // 2] + x[:, rows // 2 : rows // 2 * 2]
+        if rows % 2:
+            half[:, 0] += x[:, -1]
+        x = half
+    return x[:, 0]
+
+
+def _logits(
+    q: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, step: int
+) -> list[torch.Tensor]:
+    """Scaled dot products ``[Hkv, G * w, columns]`` of each run of `step` pages."""
+    kv_heads, _, dim = q.shape
+    block = key_pages.shape[3]
+    tiles = []
+    for first in range(0, len(pages), step):
+        k = key_pages[pages[first : first + step]].permute(1, 2, 0, 3)
+        k = k.reshape(kv_heads, dim, -1).float()
+        tiles.append(torch.matmul(q, k[:, :, : tokens - first * block]))
+    return tiles
+
+
+def _mask_future(logits: list[torch.Tensor], group: int, w: int, past: int) -> None:
+    """A window row sees no key after its own: the past needs no mask."""
+    start = 0
+    for tile in logits:
+        stop = start + tile.shape[-1]
+        if stop > past:
+            key = torch.arange(start, stop, device=tile.device)
+            row = torch.arange(past, past + w, device=tile.device)
+            tile.masked_fill_((key > row[:, None]).repeat(group, 1), -torch.inf)
+        start = stop

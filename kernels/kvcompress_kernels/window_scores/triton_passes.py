@@ -1,0 +1,357 @@
+"""The three passes of `window_scores` as Triton kernels (`window_scores_triton` launches them).
+
+A softmax row must be complete before its columns can be added up, so K is read twice: an exact
+single pass would have to store the logits, and G * w float32 logits of a column outweigh its key
+(512 bytes against 256 at G 4, w 32, D 128, bf16). Three launches:
+
+    partials   top and sum of each row over SPAN columns        [N, splits, Hq * w] each
+    log_sum    those joined: the row's top and log2 of its sum  [N, Hq * w] each
+    columns    logits again, ``A = 2 ** (s - top - log_sum)``, reduced over the window's rows
+
+Top and log2 of the sum stay apart: logits in the thousands would leave their sum, the LSE, an
+error of 3e-4 in float32, and A with it.
+
+A program owns one KV head: the w rows of up to HEADS of its query heads are the rows of one
+matrix product, so K comes from memory once per KV head. `columns` has keys on the M side and
+rows on the N side of that product: a tensor core leaves the N side within a thread and its three
+neighbours, so sums over the window cost two shuffles instead of a trip through shared memory.
+Every column goes through the same operations in the same order whatever its position, its page
+and the other rows of the batch: equal keys get equal scores, and a batch gives each prompt the
+scores it gets alone. There are no atomics; entropy and shift leave as one partial per program.
+
+Only the window's own columns and the prompt's last tile need a causal mask or a bound. Loops run
+over unmasked tiles first, then over the EDGE. A NaN in a slot that holds no token can only reach
+its own column, which the EDGE drops by selection; whole pages are masked at most, since a mask
+that cuts a page would cut the 16-byte loads of keys stored transposed.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.triton_float8 import widened
+
+# the launcher would compile anew where one of these is 1 or a multiple of 16
+VARIES = ["w", "group", "s_pages"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _window_rows(  # type: ignore[no-untyped-def]
+    query, head, i, group, w, s_token, s_head, s_dim, DIM: tl.constexpr, PAD: tl.constexpr
+):
+    dim = tl.arange(0, PAD)
+    real = ((head < group) & (i < w))[:, None] & (dim < DIM)[None, :]
+    at = (
+        i.to(tl.int64)[:, None] * s_token
+        + head[:, None] * s_head
+        + dim[None, :].to(tl.int64) * s_dim
+    )
+    return tl.load(query + at, mask=real, other=0.0)  # [ROWS, PAD]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _key_tile(  # type: ignore[no-untyped-def]
+    keys,
+    pages,
+    column,
+    tokens,
+    s_page,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    dim = tl.arange(0, PAD)
+    live = (dim < DIM)[None, :]
+    if BLOCK == 0:
+        page, slot = tl.load(pages), column
+        if EDGE:
+            live &= (column < tokens)[:, None]
+    else:
+        page, slot = column // BLOCK, column % BLOCK
+        if EDGE:
+            listed = page * BLOCK < tokens
+            live &= listed[:, None]
+            page = tl.load(pages + page, mask=listed, other=0)
+        else:
+            page = tl.load(pages + page)
+    # int64 before multiplying: page * s_page passes 2**31 in an ordinary cache
+    at = page.to(tl.int64) * s_page + slot.to(tl.int64) * s_slot
+    at = at[:, None] + (dim.to(tl.int64) * s_dim)[None, :]
+    return tl.load(keys + at, mask=live, other=0.0)  # [COLUMNS, PAD]
+
+
+@triton.jit(do_not_specialize=[*VARIES, "splits"])  # type: ignore[untyped-decorator]
+def partials_kernel(  # type: ignore[no-untyped-def]
+    query,  # [N, w, Hq, D]
+    keys,  # [pages, Hkv, D, block]
+    pages,  # [N, W]
+    lengths,  # [N]
+    tops,  # [N, splits, Hq * w]
+    sums,  # [N, splits, Hq * w]
+    factor,  # scale / ln 2
+    w,
+    group,
+    splits,
+    s_query_row,
+    s_query_token,
+    s_query_head,
+    s_query_dim,
+    s_pages,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # 0: the only page of each prompt
+    HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    # tiles of rows are neighbours in the grid: all but the first find K in the L2 cache
+    tiles = tl.cdiv(group, HEADS) * tl.cdiv(w, WINDOW)
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    kv = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    tokens = tl.load(lengths + row).to(tl.int32)
+    past = tokens - w
+    first = split * SPAN
+    if first >= tokens:
+        return
+    each = tl.arange(0, HEADS * WINDOW)
+    head = tile // tl.cdiv(w, WINDOW) * HEADS + each // WINDOW
+    i = tile % tl.cdiv(w, WINDOW) * WINDOW + each % WINDOW
+    q = _window_rows(
+        query + row * s_query_row + kv * group * s_query_head,
+        head,
+        i,
+        group,
+        w,
+        s_query_token,
+        s_query_head,
+        s_query_dim,
+        DIM,
+        PAD,
+    )
+    keys += kv * s_head
+    pages += row * s_pages
+
+    top = tl.full([HEADS * WINDOW], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS * WINDOW], tl.float32)
+    whole = tl.maximum(first, tl.minimum(first + SPAN, past // COLUMNS * COLUMNS))
+    stop = tl.minimum(first + SPAN, tokens)
+    for EDGE in tl.static_range(2):
+        for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
+            column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
+            k = _key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+            k = widened(k, q.dtype)
+            if q.dtype != k.dtype:
+                s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+            else:
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, COLUMNS]
+            if EDGE:
+                s = tl.where(column[None, :] <= (past + i)[:, None], s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, 1) * factor)
+            # a row that has seen nothing yet has no top to subtract
+            less = tl.where(new == float("-inf"), 0.0, new) if EDGE else new
+            total *= tl.exp2(top - less)
+            total += tl.sum(tl.exp2(tl.fma(s, factor, -less[:, None])), 1)
+            top = new
+    lines = tl.num_programs(1) * group * w
+    at = (row * splits + split) * lines + (kv * group + head) * w + i
+    real = (head < group) & (i < w)
+    tl.store(tops + at, top, mask=real)
+    tl.store(sums + at, total, mask=real)
+
+
+@triton.jit(do_not_specialize=["lines", "splits"])  # type: ignore[untyped-decorator]
+def log_sum_kernel(  # type: ignore[no-untyped-def]
+    tops,
+    sums,
+    lengths,
+    row_tops,  # [N, Hq * w]
+    log_sums,  # [N, Hq * w]
+    lines,
+    splits,
+    SPAN: tl.constexpr,
+    LINES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    real = line < lines
+    line = tl.minimum(line, lines - 1)
+    count = tl.cdiv(tl.load(lengths + row).to(tl.int32), SPAN)
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    for start in range(0, count, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = (row * splits + split)[:, None] * lines + line[None, :]
+        live = (split < count)[:, None]
+        tops_now = tl.load(tops + at, mask=live, other=float("-inf"))  # [SPLITS, LINES]
+        sums_now = tl.load(sums + at, mask=live, other=0.0)
+        new = tl.maximum(top, tl.max(tops_now, 0))  # finite: all rows see column 0
+        total *= tl.exp2(top - new)
+        total += tl.sum(sums_now * tl.exp2(tops_now - new[None, :]), 0)
+        top = new
+    tl.store(row_tops + row * lines + line, top, mask=real)
+    tl.store(log_sums + row * lines + line, tl.log2(total), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put(out, line, size, column, values, live, heads_live, group, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store ``[COLUMNS, HEADS]`` at lines of `size`, or its share of the group's mean at one."""
+    if GROUPED:
+        tl.store(out + line * size + column, tl.sum(values, 1) / group, mask=live)
+    else:
+        at = (line * size)[None, :] + column[:, None]
+        tl.store(out + at, values, mask=live[:, None] & heads_live[None, :])
+
+
+@triton.jit(do_not_specialize=[*VARIES, "size"])  # type: ignore[untyped-decorator]
+def columns_kernel(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    pages,
+    lengths,
+    row_tops,
+    log_sums,
+    total_out,  # [N, Hq, size - w], or [N, Hkv * tiles, size - w] if GROUPED; so are these:
+    variance_out,  # [N, Hq, size - w] or None
+    recent_out,  # [N, Hq, w] or None
+    last_out,  # [N, Hq, size] or None
+    entropies,  # [N, Hkv * tiles * splits] or None
+    shifts,  # the same or None
+    factor,
+    w,
+    group,
+    size,
+    s_query_row,
+    s_query_token,
+    s_query_head,
+    s_query_dim,
+    s_pages,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of WINDOW rows, in a window
+    GROUPED: tl.constexpr,
+):
+    tiles = tl.cdiv(group, HEADS)
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    kv = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    tokens = tl.load(lengths + row).to(tl.int32)
+    past = tokens - w
+    first = split * SPAN
+    if first >= tokens:
+        return
+    keys += kv * s_head
+    pages += row * s_pages
+    query += row * s_query_row + kv * group * s_query_head
+    row_tops += (row * tl.num_programs(1) + kv) * group * w
+    log_sums += (row * tl.num_programs(1) + kv) * group * w
+
+    local = tile * HEADS + tl.arange(0, HEADS)
+    heads_live = local < group
+    if GROUPED:
+        line = (row * tl.num_programs(1) + kv) * tiles + tile
+    else:
+        line = (row * tl.num_programs(1) + kv) * group + local
+    each = tl.arange(0, HEADS * WINDOW)
+    head, i = tile * HEADS + each // WINDOW, each % WINDOW
+    q = tl.trans(
+        _window_rows(query, head, i, group, w, s_query_token, s_query_head, s_query_dim, DIM, PAD)
+    )  # [PAD, ROWS]
+    # rows that do not exist have A = 2 ** -1e30 = 0, and A * log A = -0 rather than NaN
+    real = (head < group) & (i < w)
+    top = tl.load(row_tops + head * w + i, mask=real, other=1e30)
+    log_sum = tl.load(log_sums + head * w + i, mask=real, other=0.0)
+
+    entropy = tl.zeros([COLUMNS], tl.float32)
+    shift = tl.zeros([COLUMNS], tl.float32)
+    whole = tl.maximum(first, tl.minimum(first + SPAN, past // COLUMNS * COLUMNS))
+    stop = tl.minimum(first + SPAN, tokens)
+    for EDGE in tl.static_range(2):
+        for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
+            column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
+            k = _key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+            k = widened(k, q.dtype, (column < tokens)[:, None])
+            total = tl.zeros([COLUMNS, HEADS], tl.float32)
+            squares = tl.zeros([COLUMNS, HEADS], tl.float32)
+            last = tl.zeros([COLUMNS, HEADS], tl.float32)
+            mass = tl.zeros([COLUMNS], tl.float32)
+            for chunk in range(CHUNKS):
+                q_now, top_now, log_sum_now = q, top, log_sum
+                if CHUNKS > 1:
+                    now = chunk * WINDOW + i
+                    q_now = _window_rows(
+                        *(query, head, now, group, w),
+                        *(s_query_token, s_query_head, s_query_dim, DIM, PAD),
+                    )
+                    q_now = tl.trans(q_now)
+                    real = (head < group) & (now < w)
+                    top_now = tl.load(row_tops + head * w + now, mask=real, other=1e30)
+                    log_sum_now = tl.load(log_sums + head * w + now, mask=real, other=0.0)
+                if q.dtype != k.dtype:
+                    s = tl.dot(k.to(tl.float32), q_now.to(tl.float32), input_precision="ieee")
+                else:
+                    s = tl.dot(k, q_now, input_precision="ieee")  # [COLUMNS, ROWS]
+                s = tl.fma(s, factor, -top_now[None, :]) - log_sum_now[None, :]
+                s = tl.reshape(s, [COLUMNS, HEADS, WINDOW])
+                at = chunk * WINDOW + tl.arange(0, WINDOW)[None, None, :]
+                if EDGE:
+                    s = tl.where(column[:, None, None] <= past + at, s, float("-inf"))
+                a = tl.exp2(s)
+                part = tl.sum(a, 2)
+                if entropies is not None:
+                    logs = tl.where(a == 0.0, 0.0, s) if EDGE else s
+                    mass += tl.sum(tl.sum(a * logs, 2), 1)
+                if last_out is not None:
+                    last += tl.sum(tl.where(at == w - 1, a, 0.0), 2)
+                if (variance_out is not None) or (shifts is not None):
+                    # squares about the chunk's mean, then about that of the rows so far (Chan)
+                    seen = chunk * WINDOW
+                    rows = tl.minimum(w - seen, WINDOW)
+                    mean = part / rows
+                    off = tl.where(at < w, a - mean[:, :, None], 0.0)
+                    squares += tl.sum(off * off, 2)
+                    if CHUNKS > 1:
+                        apart = mean - total / tl.maximum(seen, 1)
+                        squares += apart * apart * (seen * (rows / (seen + rows)))
+                total += part
+
+            old = column < past
+            _put(total_out, line, size - w, column, total, old, heads_live, group, GROUPED)
+            if (variance_out is not None) or (shifts is not None):
+                squares = squares / (w - 1)
+            if variance_out is not None:
+                _put(variance_out, line, size - w, column, squares, old, heads_live, group, GROUPED)
+            if shifts is not None:
+                spread = tl.sum(squares, 1)
+                shift += tl.where(old, spread, 0.0) if EDGE else spread
+            if entropies is not None:
+                entropy += tl.where(old, mass, 0.0) if EDGE else mass
+            known = column < tokens
+            if last_out is not None:
+                _put(last_out, line, size, column, last, known, heads_live, group, GROUPED)
+            if EDGE and recent_out is not None:
+                own = (column >= past) & known
+                _put(recent_out, line, w, column - past, total, own, heads_live, group, GROUPED)
+
+    part = (row * tl.num_programs(1) + kv) * tl.num_programs(0) + tl.program_id(0)
+    if entropies is not None:
+        tl.store(entropies + part, tl.sum(entropy, 0) * -0.6931471805599453)
+    if shifts is not None:
+        tl.store(shifts + part, tl.sum(shift, 0))

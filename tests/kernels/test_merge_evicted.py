@@ -1,0 +1,390 @@
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.merge_evicted import reference as merge_ref
+from paging import Largest, paged_keys, paged_values
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
+prop = settings(derandomize=True, deadline=None, max_examples=3 if INTERPRETED else 25)
+close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.reference)
+
+
+def slow(k, v, kept):
+    """METHODS section 6 in float64 by loops: k ``[Hkv, S, d]``, v ``[Hkv, S, dv]``."""
+    k_out, v_out = [], []
+    for g, stay in enumerate(kept):
+        norm = [max(np.linalg.norm(x), 1e-12) for x in k[g]]
+        best = {}
+        for i in sorted(set(range(k.shape[1])) - set(stay)):
+            u = [k[g, i] @ k[g, j] / (norm[i] * norm[j]) for j in stay]
+            best[i] = max(u), u.index(max(u))
+        tau = sum(u for u, _ in best.values()) / max(len(best), 1)
+        for n, j in enumerate(stay):
+            rows = [(math.e, j)]
+            rows += [(math.exp(u), i) for i, (u, at) in best.items() if at == n and u >= tau]
+            total = sum(w for w, _ in rows)
+            k_out.append(sum(w * k[g, i] for w, i in rows) / total)
+            v_out.append(sum(w * v[g, i] for w, i in rows) / total)
+    return np.array(k_out), np.array(v_out)
+
+
+def paged(k, v, block, **how):
+    """Pages of k and v, the same ones for both."""
+    keys, pages = paged_keys(k, block, **how)
+    return keys, paged_values(v, block, **how)[0], pages
+
+
+def random(heads, tokens, count, dim=8, *, seed=0):
+    """Keys, values and as many kept positions per head."""
+    rng = np.random.RandomState(seed)
+    k = torch.from_numpy(rng.standard_normal((heads, tokens, dim)) + 0.3)
+    v = torch.from_numpy(rng.standard_normal((heads, tokens, dim + 2)))
+    kept = [np.sort(rng.permutation(tokens)[:count]) for _ in range(heads)]
+    return k, v, torch.from_numpy(np.stack(kept))
+
+
+def merge(k, v, kept, block=16, **how):
+    return merge_one(*paged(k, v, block, **how), k.shape[1], kept)
+
+
+def merge_one(key_pages, value_pages, pages, tokens, kept):
+    """`merge_evicted` of one layer."""
+    count = torch.tensor([kept.shape[-1]], dtype=torch.int32)
+    given = pages[None], tokens, kept[None], count, kept.shape[-1]
+    keys, values = merge_evicted(key_pages, value_pages, *given)
+    return keys[0], values[0]
+
+
+def compare(k, v, kept, block=16, *, dtype=torch.float32, **how):
+    k, v = k.to(dtype), v.to(dtype)
+    keys, values = merge(k, v, kept, block, dtype=dtype, **how)
+    want_k, want_v = slow(k.double().numpy(), v.double().numpy(), kept.tolist())
+    assert keys.shape == (*kept.shape, k.shape[2])
+    assert values.shape == (*kept.shape, v.shape[2])
+    assert keys.dtype == values.dtype == torch.promote_types(dtype, torch.float32)
+    np.testing.assert_allclose(keys.flatten(0, 1), want_k, **close)
+    np.testing.assert_allclose(values.flatten(0, 1), want_v, **close)
+
+
+SIZES = [(2, 12, 5, 4), (1, 37, 9, 8), (1, 2, 1, 4)]
+# every kept token is a program, and takes the interpreter 10 ms
+SIZES += (
+    [(2, 101, 12, 16), (1, 257, 9, 64)] if INTERPRETED else [(4, 101, 60, 16), (3, 257, 100, 64)]
+)
+
+
+@pytest.mark.parametrize(("heads", "tokens", "count", "dim"), SIZES)
+@pytest.mark.parametrize("block", [1, 7, 32, "S"])
+def test_shapes_of_the_spec(heads, tokens, count, dim, block):
+    compare(*random(heads, tokens, count, dim, seed=tokens), tokens if block == "S" else block)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleave", [False, True])
+def test_dtypes_and_strides(interleave, dtype):
+    compare(*random(3, 75, 12), dtype=dtype, interleave=interleave)
+
+
+@prop
+@given(
+    st.integers(1, 4),
+    st.integers(1, 60),
+    st.sampled_from([1, 3, 8, 32]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_any_shape(heads, tokens, block, seed, data):
+    count = data.draw(st.integers(1, tokens))
+    compare(*random(heads, tokens, count, 4, seed=seed), block, seed=seed)
+
+
+def planar(*cosines):
+    """Unit keys at these cosines to ``(1, 0)``: ``[1, n, 2]``."""
+    return torch.tensor([[[u, (1 - u * u) ** 0.5] for u in cosines]])
+
+
+def test_by_hand():
+    """The values of METHODS section 6; a third token lowers the threshold, and is dropped."""
+    k = planar(1.0, 0.8, 0.2, -1.0)
+    v = torch.tensor([[[0.0, 2.0], [1.0, 1.0], [3.0, 0.0], [50.0, 50.0]]])
+    keys, values = merge(k, v, torch.tensor([[0]]))
+    np.testing.assert_allclose(values[0, 0], [0.955318, 1.242794], atol=1e-6)
+    weights = np.array([2.71828, 2.22554, 1.22140]) / 6.16522
+    np.testing.assert_allclose(keys[0, 0], weights @ k[0, :3].numpy(), atol=1e-5)
+
+
+def test_threshold_is_the_mean_over_the_evicted():
+    """u = 0.8, 0.2: the mean 0.5 lets the first merge; 8 kept tokens of u = 1 have no say."""
+    k = planar(*[1.0] * 8, 0.8, 0.2)
+    _, values = merge(k, torch.eye(10)[None], torch.arange(8)[None])
+    into = values[0, 0]
+    assert into[8].item() == pytest.approx(math.exp(0.8) / (math.e + math.exp(0.8)), rel=1e-5)
+    assert into[9] == 0
+
+
+def test_each_kv_head_has_its_threshold():
+    """Head 0 merges u = 0.9 of (0.9, 0.7), head 1 merges 0.3 of (0.3, 0.1)."""
+    k = torch.cat([planar(1.0, 0.9, 0.7), planar(1.0, 0.3, 0.1)])
+    _, values = merge(k, torch.eye(3).expand(2, 3, 3), torch.zeros(2, 1, dtype=torch.int64))
+    assert (values[:, 0] > 0).tolist() == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    "count", [1, 7, 23, 34, 300, pytest.param(3000, marks=pytest.mark.reference)]
+)
+def test_equal_cosines_are_all_merged(count):
+    """The mean of equal numbers must not round above them, as it can in float32."""
+    k = torch.tensor([[1.0, 0.0]] + [[2.0, 1.0]] * count)[None]
+    _, values = merge(k, torch.arange(count + 1.0)[None, :, None], torch.tensor([[0]]), 512)
+    w = math.exp(2 / 5**0.5)
+    want = w * count * (count + 1) / 2 / (math.e + w * count)
+    assert values.item() == pytest.approx(want, rel=1e-4)
+
+
+def test_a_cosine_of_minus_one_can_merge():
+    keys, _ = merge(planar(1.0, -1.0), torch.ones(1, 2, 1), torch.tensor([[0]]))
+    want = (math.e - math.exp(-1)) / (math.e + math.exp(-1))
+    np.testing.assert_allclose(keys[0, 0], [want, 0.0], atol=1e-6)
+
+
+def test_ties_go_to_the_earlier():
+    """Kept 1, 2 and 4 are alike but for a power of two, which no cosine can see."""
+    k = torch.tensor([[0.0, 1.0], [0.5, 0.5], [2.0, 2.0], [1.0, 0.7], [1.0, 1.0]])[None]
+    _, values = merge(k, torch.eye(5)[None], torch.tensor([[0, 1, 2, 4]]))
+    assert (values[0, :, 3] > 0).tolist() == [False, True, False, False]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("tile", [1, 2])
+def test_ties_go_to_the_earlier_tile(tile, monkeypatch):
+    monkeypatch.setattr(merge_ref, "KEPT", tile)
+    test_ties_go_to_the_earlier()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first"), [(torch.float32, 0), (torch.float32, 32), (torch.bfloat16, 65)]
+)
+def test_ties_go_to_the_earlier_of_many(dtype, first):
+    """Kept tokens from `first` on are alike, in several tiles of kept tokens."""
+    k = torch.zeros(1, 71, 2)
+    k[0, :first, 1] = 1.0
+    k[0, first:70, 0] = 2.0 ** (torch.arange(70 - first) % 5)
+    k[0, 70] = torch.tensor([1.0, 0.5])
+    _, values = merge(k, torch.eye(71)[None], torch.arange(70)[None], dtype=dtype)
+    assert values[0, :, 70].nonzero()[:, 0].tolist() == [first]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16])
+def test_untouched_tokens_keep_every_bit(dtype):
+    """One token is evicted, so one of the kept changes; a value of -0.0 stays one."""
+    k, v, _ = random(2, 24, 23)
+    k, v = k.to(dtype), v.to(dtype)
+    v[:, :23:3] = -0.0
+    kept = torch.arange(23).expand(2, 23)
+    keys, values = merge(k, v, kept, dtype=dtype)
+    for got, was in (keys, k), (values, v):
+        was = was[:, :23].to(got.dtype)
+        same = ((got == was) & (got.signbit() == was.signbit())).all(-1)
+        assert same.sum(1).tolist() == [22, 22]
+
+
+def test_tokens_below_the_threshold_leave_no_trace():
+    """Dropped tokens hold inf: a weight of zero would turn them into NaN."""
+    k = planar(1.0, 0.9, 0.2)
+    v = torch.tensor([1.0, 1.0, torch.inf])[None, :, None]
+    _, values = merge(k, v, torch.tensor([[0]]))
+    assert values.item() == pytest.approx(1.0)
+
+
+def test_nothing_evicted_changes_nothing():
+    k, v, _ = random(2, 33, 33)
+    keys, values = merge(k, v, torch.arange(33).expand(2, 33))
+    assert torch.equal(keys, k.float())
+    assert torch.equal(values, v.float())
+
+
+def test_all_use_the_original_tokens():
+    """Two tokens merged into one: ``(e k + e a + e b) / 3 e``, in any order."""
+    k = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])[None]
+    keys, values = merge(k, torch.eye(3)[None], torch.tensor([[1]]))
+    np.testing.assert_allclose(keys[0, 0], [7 / 3, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(values[0, 0], [1 / 3] * 3, rtol=1e-6)
+
+
+@prop
+@given(st.integers(2, 50), st.integers(0, 1000), st.data())
+def test_weights_sum_to_one(tokens, seed, data):
+    count = data.draw(st.integers(1, tokens - 1))
+    k, v, kept = random(2, tokens, count, 4, seed=seed)
+    _, values = merge(k, torch.ones_like(v), kept)
+    np.testing.assert_allclose(values, np.ones(values.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [[0, 2], [1, 3]])
+def test_keys_without_length(kept):
+    """A zero key, kept or evicted, is at cosine 0 from everything."""
+    k, v, _ = random(1, 5, 2)
+    k[0, 2] = 0
+    compare(k, v, torch.tensor([kept]))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("kept_tile", "cosines"), [(1, 1), (7, 1), (7, 500), (4096, 2000)])
+def test_tiles_do_not_matter(kept_tile, cosines, monkeypatch):
+    monkeypatch.setattr(merge_ref, "KEPT", kept_tile)
+    monkeypatch.setattr(merge_ref, "COSINES", cosines)
+    compare(*random(3, 101, 40))
+
+
+def test_same_result_twice():
+    k, v, kept = random(2, 150, 8)
+    for a, b in zip(merge(k, v, kept), merge(k, v, kept), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_inputs_are_left_alone():
+    k, v, kept = random(2, 40, 20)
+    inputs = [x.nan_to_num(5.0) if x.is_floating_point() else x for x in paged(k, v, 16, spare=0)]
+    inputs.append(kept)
+    before = [x.clone() for x in inputs]
+    merge_one(*inputs[:3], 40, kept)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("tokens", "count"), [(3000, 1500), (6000, 5900)])
+def test_temporaries_stay_small(tokens, count):
+    """All cosines of 1500 by 1500 tokens and 3 heads would take 27 MB."""
+    key_pages, value_pages = torch.randn(1, 3, 64, tokens), torch.randn(1, 3, tokens, 64)
+    kept = torch.arange(count).expand(3, count)
+    with Largest() as seen:
+        merge_one(key_pages, value_pages, torch.tensor([0]), tokens, kept)
+    assert seen.size <= merge_ref.COSINES
+
+
+def batch(sizes, heads, dim, dtype):
+    """Arguments of `run_batch`: prompts of (tokens, kept) in one cache, NaN between them.
+
+    Entries of the tables that no prompt needs lead to a page of NaN.
+    """
+    width, most = 1 + max(-(-tokens // 16) for tokens, _ in sizes), max(n for _, n in sizes)
+    kept = torch.full((len(sizes), heads, most), 16 * width - 1)
+    prompts = []
+    for n, (tokens, count) in enumerate(sizes):
+        k, v, kept[n, :, :count] = random(heads, tokens, count, dim, seed=n)
+        prompts.append(paged(k, v, 16, seed=n, dtype=dtype))
+    keys, values = (torch.cat([prompt[i] for prompt in prompts]) for i in (0, 1))
+    nothing = keys.isnan().flatten(1).all(1).nonzero()[0].item()
+    pages, start = torch.full((len(sizes), width), nothing), 0
+    for row, (own, _, table) in zip(pages, prompts, strict=True):
+        row[: len(table)] = table + start
+        start += len(own)
+    order = torch.randperm(start, generator=torch.Generator().manual_seed(0))
+    tokens, counts = torch.tensor(sizes, dtype=torch.int32).T.contiguous()
+    return keys[order], values[order], order.argsort()[pages], tokens, kept.int(), counts
+
+
+@pytest.mark.parametrize("counts", [[75], [9, 75, 1]], ids=str)
+@pytest.mark.parametrize("least", [1, "fewest"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_merge_as_if_alone(dtype, counts, least):
+    """A layer that keeps all, layers that keep few; nothing behind their kept ones is read."""
+    sizes = [(75, count) for count in counts]
+    keys, values, pages, _, kept, stay = batch(sizes, 2, 8, dtype)
+    least = min(counts) if least == "fewest" else least
+    got = merge_evicted(keys, values, pages[:, :-1], 75, kept, stay, least)
+    for row, count in enumerate(counts):
+        want = merge_one(keys, values, pages[row, :-1], 75, kept[row, :, :count])
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x[row, :, :count], y)
+            assert (x[row, :, count:] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [[(75, 9)], [(1, 1), (190, 7), (5, 5)]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_equals_its_prompts(dtype, sizes):
+    """Some prompts evict nothing, and `evicted` may be more than any does."""
+    from kvcompress_kernels.merge_evicted import triton as merge_triton
+
+    keys, values, pages, tokens, kept, counts = batch(sizes, 2, 8, dtype)
+    evicted = max(s - n for s, n in sizes) + 100 * (len(sizes) > 1)
+    sliced = torch.nn.functional.pad(pages, (0, 3), value=-1)[:, :-3]
+    got = merge_triton.run_batch(keys, values, sliced, tokens, kept, counts, evicted)
+    for n, (s, count) in enumerate(sizes):
+        one = slice(n, n + 1)
+        stay = s, kept[one, :, :count], counts[one], count
+        want = merge_ref.run(keys, values, pages[one, : -(-s // 16)], *stay)
+        for x, y in zip(got, want, strict=True):
+            assert x.dtype == torch.float32
+            torch.testing.assert_close(x[n, :, :count], y[0], **close)
+            assert (x[n, :, count:] == 0).all()
+
+
+@interpreted
+def test_segments_do_not_matter(monkeypatch):
+    """Tokens are added up in the order of their positions, whoever counted them."""
+    from kvcompress_kernels.merge_evicted import triton as merge_triton
+
+    k, v, kept = random(1, 600, 3)
+    whole = merge(k, v, kept)
+    monkeypatch.setattr(merge_triton, "SEGMENT", 128)
+    for a, b in zip(merge(k, v, kept), whole, strict=True):
+        assert torch.equal(a, b)
+
+
+@interpreted
+def test_triton_refuses_float64():
+    with pytest.raises(ValueError, match="Triton takes no float64 cache"):
+        merge(*random(1, 20, 5), dtype=torch.float64)
+
+
+GOOD = {
+    "key_pages": torch.zeros(5, 2, 8, 16),
+    "value_pages": torch.zeros(5, 2, 16, 8),
+    "pages": torch.zeros(3, dtype=torch.int64),
+    "tokens": 40,
+    "kept": torch.arange(20).expand(2, 20),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kept": GOOD["kept"][:, :0]}, r"0 < n <= tokens must hold; got \(0, 40\)"),
+        ({"kept": torch.arange(41).expand(2, 41)}, r"0 < n <= tokens must hold; got \(41, 40\)"),
+        ({"kept": GOOD["kept"][:1]}, r"kept must be \[N, 2, n\]; got \(1, 1, 20\)"),
+        ({"kept": GOOD["kept"][0]}, r"kept must be \[N, 2, n\]; got \(1, 20\)"),
+        ({"key_pages": torch.zeros(5, 2, 8)}, r"key_pages must be \[N, Hkv, D, bs\]"),
+        ({"value_pages": torch.zeros(5, 2, 16)}, r"value_pages must be \[5, 2, 16, Dv\]"),
+        ({"value_pages": torch.zeros(4, 2, 16, 8)}, r"value_pages must be \[5, 2, 16, Dv\]"),
+        ({"value_pages": torch.zeros(5, 1, 16, 8)}, r"value_pages must be \[5, 2, 16, Dv\]"),
+        ({"value_pages": torch.zeros(5, 2, 8, 16)}, r"value_pages must be \[5, 2, 16, Dv\]"),
+        ({"pages": GOOD["pages"][:2]}, r"pages must be \[1, 3\]; got \(1, 2\)"),
+        ({"pages": GOOD["pages"][None]}, r"pages must be \[1, 3\]; got \(1, 1, 3\)"),
+        ({"tokens": 49}, r"pages must be \[1, 4\]; got \(1, 3\)"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_shapes_are_checked(change, message):
+    merge_one(**GOOD)
+    with pytest.raises(ValueError, match=message):
+        merge_one(**GOOD | change)
+
+
+@pytest.mark.parametrize("counts", [torch.tensor(20), torch.tensor([20, 20])])
+def test_counts_are_checked(counts):
+    given = {**GOOD, "pages": GOOD["pages"][None], "kept": GOOD["kept"][None]}
+    with pytest.raises(ValueError, match=r"counts must be \[1\]"):
+        merge_evicted(**given, counts=counts)
+    with pytest.raises(ValueError, match=r"0 < least <= n must hold; got \(21, 20\)"):
+        merge_evicted(**given, counts=counts.view(-1)[:1], least=21)

@@ -1,0 +1,354 @@
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress_kernels.move_kept import move_kept
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
+INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+MORE_INTS = {
+    torch.float8_e4m3fn: torch.int8,
+    torch.float8_e5m2: torch.int8,
+    torch.uint8: torch.int8,
+    torch.float64: torch.int64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with torch.device(DEVICE):
+        yield
+
+
+def cache(count, heads, dim, block, dtype=torch.bfloat16, layout="split", value_dim=None):
+    """Key and value pages of random bits, NaN patterns among them."""
+    value_dim = value_dim or dim
+    if layout == "interleaved":  # [N, block, Hkv, D + Dv], as FLASH_ATTN keeps it
+        store = bits((count, block, heads, dim + value_dim), dtype)
+        return store[..., :dim].permute(0, 2, 3, 1), store[..., dim:].permute(0, 2, 1, 3)
+    if layout == "halves":  # [N, Hkv, 2 * block * D]: K transposed, then V plain, as on the CPU
+        store = bits((count, heads, block * (dim + value_dim)), dtype)
+        return (
+            store[..., : dim * block].unflatten(2, (dim, block)),
+            store[..., dim * block :].unflatten(2, (block, value_dim)),
+        )
+    return bits((count, heads, dim, block), dtype), bits((count, heads, block, value_dim), dtype)
+
+
+def bits(shape, dtype):
+    kind = (INTS | MORE_INTS)[dtype]
+    info = torch.iinfo(kind)
+    high = min(info.max + 1, 2**63 - 1)
+    return torch.randint(info.min, high, shape, dtype=torch.int64).to(kind).view(dtype)
+
+
+def raw(x):
+    return x.contiguous().view((INTS | MORE_INTS)[x.dtype])
+
+
+def same(a, b):
+    return torch.equal(raw(a), raw(b))
+
+
+def gather(k, v, pages, kept):
+    """One layer's kept tokens in pages of their own."""
+    count = kept.shape[1] // k.shape[3]
+    into = k.new_empty(count, *k.shape[1:]), v.new_empty(count, *v.shape[1:])
+    where, counts = torch.arange(count)[None], torch.tensor([count], dtype=torch.int32)
+    move_kept(k, v, pages[None], kept[None], counts, where, into=into)
+    return into
+
+
+def scatter(k, v, keys, values, destinations):
+    """Whole pages of one layer to listed ones."""
+    own, count = torch.arange(len(keys))[None], torch.tensor([len(keys)], dtype=torch.int32)
+    move_kept(keys, values, own, None, count, destinations[None], into=(k, v))
+
+
+def compact(k, v, pages, kept, destinations):
+    """One layer onto pages that may be its own."""
+    scatter(k, v, *gather(k, v, pages, kept), destinations)
+
+
+def slow_gather(key_pages, value_pages, pages, kept):
+    heads, block = key_pages.shape[1], key_pages.shape[3]
+    count = kept.shape[1] // block
+    keys = key_pages.new_zeros(count, heads, key_pages.shape[2], block)
+    values = value_pages.new_zeros(count, heads, block, value_pages.shape[3])
+    for h in range(heads):
+        for i, position in enumerate(kept[h].tolist()):
+            page, slot = pages[position // block], position % block
+            keys[i // block, h, :, i % block] = key_pages[page, h, :, slot]
+            values[i // block, h, i % block] = value_pages[page, h, slot]
+    return keys, values
+
+
+def choose(full, heads, block, count):
+    """Other positions for each head, ascending."""
+    rows = [torch.randperm(full * block)[: count * block].sort().values for _ in range(heads)]
+    return torch.stack(rows)
+
+
+LAYOUTS = ["split", "interleaved", "halves"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_gather(layout, dtype, count):
+    k, v = cache(9, 3, 8, 4, dtype, layout)
+    pages, kept = torch.tensor([7, 0, 3, 8, 2]), choose(5, 3, 4, count)
+    keys, values = gather(k, v, pages, kept)
+    want = slow_gather(k, v, pages, kept)
+    assert keys.shape == (count, 3, 8, 4)
+    assert values.shape == (count, 3, 4, 8)
+    assert keys.dtype == values.dtype == dtype
+    assert same(keys, want[0])
+    assert same(values, want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_scatter(layout, count):
+    k, v = cache(9, 2, 8, 4, layout=layout)
+    keys, values = cache(count, 2, 8, 4)
+    want = k.clone(), v.clone()
+    destination = torch.tensor([6, 1, 4])[:count]
+    for i, page in enumerate(destination.tolist()):
+        want[0][page], want[1][page] = keys[i], values[i]
+    scatter(k, v, keys, values, destination)
+    assert same(k, want[0])
+    assert same(v, want[1])
+
+
+@prop
+@given(
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4, 16]),
+    st.integers(1, 6),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 2**31 - 1),
+    st.data(),
+)
+def test_compact(heads, block, full, layout, seed, data):
+    """Into fresh pages, or into some of the prompt's own in any order."""
+    torch.manual_seed(seed)
+    count = data.draw(st.integers(0, full))
+    k, v = cache(full + 4, heads, 8, block, layout=layout)
+    pages = torch.randperm(full + 4)[:full]
+    destination = torch.randperm(full + 4)[:count]
+    kept = choose(full, heads, block, count)
+    want = k.clone(), v.clone()
+    packed = slow_gather(k, v, pages, kept)
+    for i, page in enumerate(destination.tolist()):
+        want[0][page], want[1][page] = packed[0][i], packed[1][i]
+    compact(k, v, pages, kept, destination)
+    assert same(k, want[0])
+    assert same(v, want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_compact_onto_its_own_source(layout, order):
+    """Everything is read before anything is written."""
+    k, v = cache(3, 2, 8, 4, layout=layout)
+    pages = torch.tensor([2, 0, 1])
+    kept = torch.arange(12).expand(2, -1)
+    before = k.clone(), v.clone()
+    compact(k, v, pages, kept, torch.tensor(order))
+    for source, destination in zip(pages.tolist(), order, strict=True):
+        assert same(k[destination], before[0][source])
+        assert same(v[destination], before[1][source])
+
+
+def test_packed_pages_are_fresh_memory():
+    k, v = cache(4, 2, 8, 4)
+    keys, values = gather(k, v, torch.tensor([1, 2]), torch.arange(8).expand(2, -1))
+    before = keys.clone(), values.clone()
+    k.zero_()
+    v.zero_()
+    assert same(keys, before[0])
+    assert same(values, before[1])
+
+
+def test_heads_of_values_may_be_narrower():
+    k, v = cache(4, 2, 8, 4, value_dim=6)
+    pages, kept = torch.tensor([3, 1]), choose(2, 2, 4, 1)
+    got, want = gather(k, v, pages, kept), slow_gather(k, v, pages, kept)
+    assert same(got[0], want[0])
+    assert same(got[1], want[1])
+
+
+def test_one_page_holds_other_tokens_for_other_heads():
+    k, v = cache(2, 2, 8, 4)
+    kept = torch.tensor([[0, 1, 2, 7], [3, 4, 5, 6]])
+    keys, values = gather(k, v, torch.tensor([0, 1]), kept)
+    assert same(keys[0, 0, :, 3], k[1, 0, :, 3])
+    assert same(keys[0, 1, :, 0], k[0, 1, :, 3])
+    assert same(values[0, 1, 1], v[1, 1, 0])
+
+
+# -- many layers at once ------------------------------------------------------------------
+
+
+def ints(x):
+    return x.view((INTS | MORE_INTS)[x.dtype])
+
+
+def step(counts, full, heads, dim, block, *, spare=0, **how):
+    """A cache, and what moves in it: rows of prompts of up to `full` pages, ragged `counts`.
+
+    Entries of the tables that no row needs name a guard page or position 0 of the prompt:
+    whoever follows them writes what the test compares.
+    """
+    rows, most = len(counts), max(counts) + spare
+    total = rows * (full + most) + 1
+    k, v = cache(total, heads, dim, block, **how)
+    order = torch.randperm(total)
+    guard, sources, targets = order[0], order[1:][: rows * full], order[1 + rows * full :]
+    sources, targets = sources.view(rows, full), targets[: rows * most].view(rows, most)
+    kept = torch.zeros(rows, heads, most * block, dtype=torch.int32)
+    for n, count in enumerate(counts):
+        kept[n, :, : count * block] = choose(full, heads, block, count)
+        targets[n, count:] = guard
+    return k, v, sources, kept, torch.tensor(counts, dtype=torch.int32), targets
+
+
+def moved_row_by_row(k, v, sources, kept, counts, targets):
+    """What the cache must hold: every row by loops, all read before any is written."""
+    block, want = k.shape[3], (ints(k).clone(), ints(v).clone())
+    packed = [
+        slow_gather(ints(k), ints(v), pages, row[:, : count * block])
+        for pages, row, count in zip(sources, kept, counts.tolist(), strict=True)
+    ]
+    for (keys, values), pages in zip(packed, targets, strict=True):
+        for i, page in enumerate(pages[: len(keys)].tolist()):
+            want[0][page], want[1][page] = keys[i], values[i]
+    return want
+
+
+def check_move(case):
+    want = moved_row_by_row(*case)
+    move_kept(*case)
+    assert torch.equal(ints(case[0]), want[0])
+    assert torch.equal(ints(case[1]), want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("counts", [[2], [0], [3, 0, 1], [1, 4, 4]], ids=str)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_rows_move_as_if_alone(layout, counts, spare):
+    check_move(step(counts, 4, 3, 8, 4, layout=layout, spare=spare))
+
+
+@pytest.mark.parametrize("dtype", [*INTS, *MORE_INTS], ids=str)
+def test_every_bit_is_kept(dtype):
+    check_move(step([2, 1], 3, 2, 16, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim", "block"),
+    [(1, 64, 64, 16), (3, 80, 80, 16), (2, 96, 64, 5), (1, 128, 128, 128), (1, 256, 6, 33)],
+)
+def test_shapes_of_models(layout, heads, dim, value_dim, block):
+    """Head dims that are no power of two, blocks that do not divide a program's rows."""
+    check_move(step([2, 1], 3, heads, dim, block, layout=layout, value_dim=value_dim))
+
+
+def test_a_block_as_long_as_the_prompt():
+    check_move(step([1, 1], 1, 2, 128, 150))
+
+
+@pytest.mark.parametrize("kept_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("pages_dtype", [torch.int32, torch.int64])
+def test_tables_of_either_int_in_slices_of_larger_buffers(kept_dtype, pages_dtype):
+    k, v, sources, kept, counts, targets = step([2, 1, 3], 3, 2, 8, 4)
+    pad = torch.nn.functional.pad
+    sources = pad(sources, (2, 1), value=-1).to(pages_dtype)[:, 2:-1]
+    kept = pad(kept, (3, 2), value=-1).to(kept_dtype)[:, :, 3:-2]
+    targets = pad(targets, (1, 1), value=-1).to(pages_dtype).T.contiguous().T[:, 1:-1]
+    want = moved_row_by_row(k, v, sources.long(), kept, counts, targets.long())
+    move_kept(k, v, sources, kept, counts, targets)
+    assert torch.equal(ints(k), want[0])
+    assert torch.equal(ints(v), want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_overlap_their_sources(layout):
+    """Row 0 goes onto the pages of row 1 and the other way round: all of it elsewhere first."""
+    k, v, sources, kept, counts, targets = step([3, 2], 3, 2, 8, 4, layout=layout)
+    targets[0], targets[1, :2] = sources[1], sources[0, 1:]
+    want = moved_row_by_row(k, v, sources, kept, counts, targets)
+    elsewhere = cache(5, 2, 8, 4)
+    places = torch.tensor([[0, 1, 2], [3, 4, -1]])
+    move_kept(k, v, sources, kept, counts, places, into=elsewhere)
+    move_kept(*elsewhere, places, None, counts, targets, into=(k, v))
+    assert torch.equal(ints(k), want[0])
+    assert torch.equal(ints(v), want[1])
+
+
+def test_nothing_to_move():
+    k, v = cache(2, 2, 8, 4)
+    before = k.clone(), v.clone()
+    pages, counts = torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    move_kept(k, v, pages, torch.zeros(0, 2, 4, dtype=torch.int32), counts, pages)
+    one = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    move_kept(k, v, one[0], torch.zeros(1, 2, 0, dtype=torch.int32), one[1], one[0][:, :0])
+    assert same(k, before[0])
+    assert same(v, before[1])
+
+
+def test_beyond_two_to_the_31_elements():
+    """Memory that nobody touches is never made, so this costs a few KiB on a CPU."""
+    s_page, heads, block, dim = 2**30 + 16, 2, 4, 16
+    store = torch.empty(2 * s_page + 4096, dtype=torch.uint8)
+    k = store.as_strided((3, heads, dim, block), (s_page, 2 * block * dim, 1, dim))
+    v = store.as_strided((3, heads, block, dim), (s_page, 2 * block * dim, dim, 1), block * dim)
+    for to in (0, 2):
+        pages = torch.tensor([[2 - to]], dtype=torch.int32)
+        k[2 - to], v[2 - to] = (bits(x.shape[1:], torch.uint8) for x in (k, v))
+        k[to], v[to] = 0, 0
+        kept = torch.tensor([3, 0, 1, 2], dtype=torch.int32).expand(1, heads, -1)
+        counts = torch.ones(1, dtype=torch.int32)
+        move_kept(k, v, pages, kept, counts, 2 - pages)
+        assert torch.equal(k[to], k[2 - to][:, :, [3, 0, 1, 2]])
+        assert torch.equal(v[to], v[2 - to][:, [3, 0, 1, 2]])
+
+
+K, V = torch.zeros(4, 2, 8, 4), torch.zeros(4, 2, 4, 6)
+GOOD = {
+    "key_pages": K,
+    "value_pages": V,
+    "pages": torch.zeros(3, 2, dtype=torch.int64),
+    "kept": torch.zeros(3, 2, 4, dtype=torch.int32),
+    "counts": torch.zeros(3, dtype=torch.int32),
+    "destinations": torch.zeros(3, 1, dtype=torch.int64),
+    "into": (K.clone(), V.clone()),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value_pages": V[:3]}, r"value_pages must be \[4, 2, 4, D\]"),
+        ({"value_pages": V[:, :1]}, r"value_pages must be \[4, 2, 4, D\]"),
+        ({"value_pages": V[:, :, :3]}, r"value_pages must be \[4, 2, 4, D\]"),
+        ({"pages": GOOD["pages"][:1]}, r"kept must be \[1, 2, n\]"),
+        ({"kept": GOOD["kept"][:, :1]}, r"kept must be \[3, 2, n\]"),
+        ({"kept": GOOD["kept"][0]}, r"kept must be \[3, 2, n\]"),
+        ({"counts": GOOD["counts"][:1]}, r"counts must be \[3\]"),
+        ({"destinations": GOOD["destinations"][:1]}, r"destinations must be \[3, most\]"),
+        ({"destinations": GOOD["destinations"][0]}, r"destinations must be \[3, most\]"),
+        ({"into": (K[:, :1], V)}, "pages of `into` must be"),
+        ({"into": (K, V.double())}, "pages of `into` must be"),
+    ],
+)
+def test_shapes_are_checked(change, message):
+    with pytest.raises(ValueError, match=f"move_kept: {message}.*; got"):
+        move_kept(**GOOD | change)

@@ -1,0 +1,1 @@
+"""vLLM's attention backends over the flat page pool: each layer reads its own table."""

@@ -1,0 +1,170 @@
+"""Seam `attention`: the platform's attention backends, reading the flat page pool.
+
+Each backend's classes are vLLM's own with the mixins below before them: the builder adds what
+every layer reads to the batch's metadata, the implementation runs vLLM's attention on it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
+
+from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.pages.layouts import Layout
+from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.model_traits import PLAIN_CACHES, Traits, unsupported
+
+Backends = Mapping[AttentionBackendEnum, str]
+
+
+class BatchOrder(Protocol):
+    """The model runner's answer to: which request is in which row of the batch?"""
+
+    def __call__(self, metadata: CommonAttentionMetadata) -> Sequence[str]: ...
+
+
+class LayerMetadata(Protocol):
+    """What each layer reads of a batch, by the layer's index on this worker."""
+
+    def __getitem__(self, layer: int, /) -> Any: ...
+
+
+def attach_layers(batch_metadata: Any, layers: LayerMetadata) -> None:
+    """Send each layer's own metadata with that of the batch, which is all that vLLM hands on."""
+    batch_metadata.kvcompress = layers
+
+
+def layers_of(batch_metadata: Any) -> LayerMetadata | None:
+    """Each layer's own metadata; None where the batch was built as vLLM builds it."""
+    layers: LayerMetadata | None = getattr(batch_metadata, "kvcompress", None)
+    return layers
+
+
+class CompressedBuilder:
+    """Mixin before a metadata builder: hands the batch to the compressor."""
+
+    _compressor: PromptCompressor | None = None
+    _batch_order: BatchOrder
+
+    def bind(self, compressor: PromptCompressor, batch_order: BatchOrder) -> None:
+        """Connect the builder to its worker; until then it builds as vLLM does."""
+        self._compressor, self._batch_order = compressor, batch_order
+
+    def _slots(self, compressor: PromptCompressor, common: CommonAttentionMetadata) -> list[int]:
+        """The page pool's slot of each request in the batch, once the compressor has seen it."""
+        if not (compressor.planned or compressor.pool.busy):
+            return [0] * common.num_reqs
+        request_ids = self._batch_order(common)
+        compressor.begin_batch(
+            request_ids, common.query_start_loc_cpu.tolist(), common.block_table_tensor
+        )
+        return compressor.pool.slots(request_ids)
+
+
+class CompressedImpl(ABC):
+    """Mixin before an attention implementation.
+
+    Raises:
+        ConfigError: the layer uses something that compressed caches cannot serve; raised while
+            the model is built, before its weights are read.
+    """
+
+    _compressor: PromptCompressor | None = None
+    _layer: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = vars(self)
+        window = given.get("sliding_window", -1)
+        refused = {
+            "ALiBi (biases need true positions)": given.get("alibi_slopes") is not None,
+            "a sliding window": window not in (-1, (-1, -1)),
+            "a logits soft cap": bool(given.get("logits_soft_cap")),
+            "attention sinks": given.get("sinks") is not None,
+            "KV sharing between layers": given.get("kv_sharing_target_layer_name") is not None,
+            "chunked local attention": given.get("chunk_lookback", -1) != -1,
+            f"{AttentionType(given['attn_type']).value} attention": given["attn_type"]
+            != AttentionType.DECODER,
+        }
+        if found := [what for what, is_so in refused.items() if is_so]:
+            raise ConfigError(
+                f"--kv-compress cannot serve a model with {' and '.join(found)};"
+                " serve this model without --kv-compress"
+            )
+        # vLLM gives a layer its own dtype where a checkpoint's quantisation says so
+        stored = given.get("kv_cache_dtype", "auto")
+        if stored not in PLAIN_CACHES:
+            model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
+            raise ConfigError(f"--kv-compress: {unsupported(model)}")
+
+    @abstractmethod
+    def layout(self, layer: Any) -> Layout:
+        """How K and V lie inside the pages of this layer's cache.
+
+        Args:
+            layer: vLLM's attention layer, whose cache is there.
+        """
+
+    def bind(self, compressor: PromptCompressor, layer: int) -> None:
+        """Connect the layer to its worker; until then it runs as vLLM's."""
+        self._compressor, self._layer = compressor, layer
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        compressor = self._compressor
+        own = layers_of(attn_metadata)
+        if compressor is not None and own is not None:
+            kv_cache, attn_metadata = compressor.pool.pages, own[self._layer]
+        result: torch.Tensor = super().forward(  # type: ignore[misc]
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+        if compressor is not None and compressor.watching:
+            compressor.after_attention(self._layer, query)
+        return result
+
+
+def _default_dtype() -> str:
+    """What vLLM sets to the model's own dtype while it builds the model."""
+    return str(torch.get_default_dtype()).removeprefix("torch.")
+
+
+@contextmanager
+def override_backends(backends: Backends) -> Iterator[None]:
+    """While a compressing worker builds its model, its attention layers get our backends.
+
+    The override ends with the block, so that another engine in the same process is not touched.
+
+    Raises:
+        SeamError: another plugin has put its own backend in one of these places.
+    """
+    for backend in backends:
+        if backend.is_overridden():
+            raise SeamError(
+                f"compression replaces vLLM's own {backend.name} backend, and another plugin"
+                f" already put {backend.get_path()} there; remove that plugin or serve without"
+                " --kv-compress"
+            )
+    _cached_get_attn_backend.cache_clear()
+    try:
+        for backend, path in backends.items():
+            register_backend(backend, path)
+        yield
+    finally:
+        for backend in backends:
+            backend.clear_override()
+        _cached_get_attn_backend.cache_clear()

@@ -1,0 +1,141 @@
+"""CPU_ATTN over the flat page pool.
+
+Prefills and uncompressed batches run the platform's own code on its own arguments. A batch with a
+compressed request runs it once per layer with that layer's block table and lengths.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_kvcompress.engine.attention.backend import (
+    Backends,
+    CompressedBuilder,
+    CompressedImpl,
+    attach_layers,
+)
+from vllm_kvcompress.engine.pages import layouts as kv_layouts
+from vllm_kvcompress.engine.pages.pool import PagePool
+
+
+class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
+    """Builds per-layer tables and lengths for batches with compressed requests."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        common = common_attn_metadata
+        compressor = self._compressor
+        if compressor is None or not compressor.running:
+            return super().build(common_prefix_len, common, fast_build)
+        slots = self._slots(compressor, common)
+        if not any(slots):
+            return super().build(common_prefix_len, common, fast_build)
+        return self._build_per_layer(compressor.pool, common, slots)
+
+    def _build_per_layer(
+        self, pool: PagePool, common: CommonAttentionMetadata, slots: list[int]
+    ) -> CPUAttentionMetadata:
+        rows = len(slots)
+        tables, lengths = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
+        starts = common.query_start_loc[: rows + 1]
+        # Layers with equal lengths share the kernel's work plan: with uniform budgets, nearly all.
+        unique, which = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)
+        plans = [self._work_plan(rows, row, starts, common) for row in unique]
+        layers = []
+        for table, length, index in zip(tables, lengths, which.tolist(), strict=True):
+            layers.append(
+                CPUAttentionMetadata(
+                    num_actual_tokens=common.num_actual_tokens,
+                    max_query_len=common.max_query_len,
+                    query_start_loc=starts,
+                    max_seq_len=common.max_seq_len,
+                    seq_lens=length,
+                    block_table=table,
+                    slot_mapping=common.slot_mapping,
+                    scheduler_metadata=plans[index],
+                    causal=bool(common.causal),
+                )
+            )
+        batch = copy.copy(layers[0])
+        attach_layers(batch, layers)
+        return batch
+
+    def _work_plan(
+        self,
+        rows: int,
+        lengths: torch.Tensor,
+        starts: torch.Tensor,
+        common: CommonAttentionMetadata,
+    ) -> torch.Tensor:
+        plan: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=rows,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=lengths,
+            dtype=self.dtype,
+            query_start_loc=starts,
+            causal=bool(common.causal),
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        return plan
+
+
+class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
+    """CPU_ATTN's attention."""
+
+    def layout(self, layer: Any) -> kv_layouts.Layout:
+        """That of the kernels which vLLM chose for this processor and dtype, read off them.
+
+        Raises:
+            ConfigError: they store keys and values in no order that can be found.
+        """
+        _, heads, block, width = layer.kv_cache.shape
+
+        def write(keys: torch.Tensor, values: torch.Tensor, page: torch.Tensor) -> None:
+            self.do_kv_cache_update(layer, keys, values, page, torch.arange(block))
+
+        return kv_layouts.find_layout(
+            write,
+            block_size=block,
+            kv_heads=heads,
+            head_dim=width // 2,
+            dtype=layer.kv_cache.dtype,
+            name=layer.isa,
+        )
+
+
+class CompressedCPUBackend(CPUAttentionBackend):
+    """CPU_ATTN with the two classes above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return CompressedCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return CompressedCPUBuilder
+
+
+BACKENDS: Backends = {
+    AttentionBackendEnum.CPU_ATTN: f"{__name__}.{CompressedCPUBackend.__qualname__}"
+}

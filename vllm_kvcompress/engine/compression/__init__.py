@@ -1,0 +1,1 @@
+"""What a worker does with a prompt: watch its layers, score, choose, and pack."""

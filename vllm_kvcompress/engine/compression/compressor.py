@@ -1,0 +1,303 @@
+"""What a worker does in the steps of a prefill: watch its layers, and pack the prompt at its end.
+
+Per step: `begin_step`, then `begin_batch` from the metadata builder once the batch is laid out,
+`after_attention` from each layer, and `end_step` after the last one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvcompress_kernels.column_sums import column_sums
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.compression.packer import Finished, Packer
+from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
+from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
+from vllm_kvcompress.engine.messages.step import Compression, StepPlan, plan_of
+from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
+from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.pipeline import Method, method_of
+from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.policies.base import Reads
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """What a request's earlier chunks leave for its last one.
+
+    Args:
+        method: what will compress it.
+        window: its observation window w.
+        stopwatch: what compressing it takes.
+        tokens: tokens computed so far.
+        queries: per layer, the last ``[<= w, Hq, D]`` queries.
+        sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far.
+    """
+
+    method: Method
+    window: int
+    stopwatch: Stopwatch
+    tokens: int = 0
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Span:
+    """One watched request's tokens in this step's batch.
+
+    Args:
+        start, stop: rows of the batch.
+        blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all its tokens so far.
+    """
+
+    start: int
+    stop: int
+    blocks: torch.Tensor
+    prefill: _Prefill
+
+
+class PromptCompressor:
+    """Compresses prompts on one worker.
+
+    Args:
+        settings: the engine's settings, for what they say of the log and for `warm_up`.
+        pool: the page pool of this worker's layers.
+        layout: how keys and values lie in the pool's pages.
+        scale: factor on the attention logits.
+        num_layers: layers on this worker, L.
+        queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
+    """
+
+    def __init__(
+        self,
+        settings: CompressionConfig,
+        pool: PagePool,
+        layout: Layout,
+        *,
+        scale: float,
+        num_layers: int,
+        queries: tuple[int, int, torch.dtype],
+    ) -> None:
+        self.pool = pool
+        self.compressed = 0
+        self.reports = Reports(log=settings.log_requests)
+        self._settings = settings
+        self.packer: Packer
+        if isinstance(layout, Tiled):
+            self.packer = TiledPacker(pool, layout, scale=scale, num_layers=num_layers)
+        else:
+            self.packer = Packer(pool, layout, scale=scale, num_layers=num_layers)
+        self._queries = queries
+        self._prefills: dict[str, _Prefill] = {}
+        self._step: StepPlan | None = None
+        self._number: int | None = None  # of the plan of this step
+        self._layers_watched = 0
+        self._spans: list[_Span] = []
+        self._finished: list[tuple[Finished, Stopwatch]] = []
+        self.running = False
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """Take the scheduler's plan, and forget requests that ended, paused or start again."""
+        gone = set(output.finished_req_ids) | set(output.preempted_req_ids or ())
+        gone.update(request.req_id for request in output.scheduled_new_reqs)
+        gone.update(output.scheduled_cached_reqs.resumed_req_ids)
+        for request_id in gone:
+            self._prefills.pop(request_id, None)
+            self.pool.forget(request_id)
+        self.abort_step()
+        self._step = plan_of(output)
+        self._number = None if self._step is None else self._step.number
+        self.running = True
+
+    def abort_step(self) -> None:
+        """Drop what is left of a step that did not come to its end."""
+        self._step, self._spans, self._finished = None, [], []
+        self._number, self._layers_watched = None, 0
+        self.running = False
+
+    def begin_batch(
+        self, request_ids: Sequence[str], query_start: Sequence[int], block_table: torch.Tensor
+    ) -> None:
+        """Find the watched requests in the batch.
+
+        Args:
+            request_ids: the batch's requests, in row order.
+            query_start: ``R + 1`` token offsets of the rows, on the host.
+            block_table: ``[R, W]`` int32 vLLM block ids.
+        """
+        step, self._step = self._step, None  # one batch a step: it is laid out once
+        if step is None:
+            return
+        row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        watched: list[tuple[str, CompressionConfig, Compression | None]]
+        watched = [(request_id, settings, None) for request_id, settings in step.observe]
+        watched += [(todo.request_id, todo.settings, todo) for todo in step.compress]
+        for request_id, settings, todo in watched:
+            method = method_of(settings)
+            if todo is None and not method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
+                continue
+            row = row_of[request_id]
+            start, stop = int(query_start[row]), int(query_start[row + 1])
+            prefill = self._prefills.get(request_id)
+            if prefill is None:
+                prefill = self._begin(method, settings.resolved_window)
+                self._prefills[request_id] = prefill
+            prefill.tokens += stop - start
+            tokens = prefill.tokens if todo is None else todo.plan.tokens
+            blocks = block_table[row, : -(-tokens // self.pool.block_size)].long()
+            if todo is not None:
+                if Reads.COLUMN_SUMS in method.reads and prefill.tokens != tokens:
+                    raise RuntimeError(
+                        f"request {request_id}: {prefill.tokens} tokens were seen at the end of"
+                        f" prefill, {tokens} are needed"
+                    )
+                finished = Finished(
+                    todo=todo,
+                    method=method,
+                    blocks=blocks,
+                    queries=prefill.queries,
+                    sums=prefill.sums,
+                )
+                self._finished.append((finished, prefill.stopwatch))
+            if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
+                self._spans.append(_Span(start, stop, blocks, prefill))
+
+    def _begin(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
+        return _Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
+
+    @property
+    def planned(self) -> bool:
+        """Whether this step's batch, not laid out yet, has prefills to watch."""
+        return self._step is not None
+
+    @property
+    def watching(self) -> bool:
+        """Whether `after_attention` has anything to do in this step."""
+        return bool(self._spans)
+
+    def after_attention(self, layer: int, query: torch.Tensor) -> None:
+        """Keep what the end of the prefill needs of this chunk.
+
+        Args:
+            layer: index of the layer on this worker.
+            query: ``[num_tokens, Hq, D]``, rotated.
+        """
+        self._layers_watched += 1
+        for span in self._spans:
+            prefill = span.prefill
+            reads = prefill.method.reads_of(layer)
+            if Reads.WINDOW in reads:
+                prefill.queries[layer] = self._latest(layer, span, query)
+            if Reads.COLUMN_SUMS in reads:
+                with prefill.stopwatch.running():
+                    prefill.sums[layer] = self._accumulated(layer, span, query)
+
+    def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
+        """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
+        latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
+        earlier = span.prefill.queries.get(layer)
+        missing = span.prefill.window - len(latest)
+        if earlier is not None and missing > 0:
+            return torch.cat([earlier[-missing:], latest])
+        return latest.clone()  # the model goes on to write over its queries
+
+    def _accumulated(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
+        """Column sums ``[Hq, tokens]`` of the prefill so far: a chunk's rows are final."""
+        where = self.packer.where(layer, span.blocks, Reads.COLUMN_SUMS)
+        prefill = span.prefill
+        rows = query[span.start : span.stop]
+        sums = column_sums(rows, where.key_pages, where.pages, prefill.tokens, where.scale)
+        earlier = prefill.sums.get(layer)
+        if earlier is not None:
+            sums[:, : earlier.shape[1]] += earlier
+        return sums
+
+    def end_step(self) -> int | None:
+        """Pack the prompts that ended: from the next step on they are read compressed.
+
+        Returns:
+            The number of the plan that was carried out; None if this step had none.
+
+        Raises:
+            RuntimeError: the batch was never laid out, so that blocks would be freed unpacked, or
+                its layers ran unseen, so that nothing could be scored.
+        """
+        if self._step is not None:
+            raise RuntimeError(
+                f"the step ran without its compressions of {self._step.compress}: the attention"
+                " backend's metadata builder was not called"
+            )
+        if self._spans and self._layers_watched != self.packer.num_layers:
+            raise RuntimeError(
+                f"{self._layers_watched} of {self.packer.num_layers} layers were seen in a step"
+                " whose prefills are compressed: the others ran without calling their attention,"
+                " as a replayed graph does"
+            )
+        for finished, stopwatch in self._finished:
+            with stopwatch.running():
+                pages = self.packer.pack(finished)
+            self._prefills.pop(finished.todo.request_id, None)
+            self.compressed += 1
+            self.reports.add(finished.todo, pages, stopwatch)
+        carried_out = self._number
+        self.abort_step()
+        return carried_out
+
+    def warm_up(self, longest: int) -> None:
+        """Compress prompts of nobody, so that no request waits for a kernel to be compiled.
+
+        With every method that a request may ask for. All blocks are the null block, which no
+        request reads.
+        """
+        for settings in self._settings.variants:
+            self._warm_up(settings, longest)
+
+    def _warm_up(self, settings: CompressionConfig, longest: int) -> None:
+        """Lengths are one per configuration of the kernels, and odd.
+
+        Whole attention is watched in the first one alone.
+        """
+        (heads, dim, dtype), block = self._queries, self.pool.block_size
+        layers = range(self.packer.num_layers)
+        budget = settings.budget if isinstance(settings.budget, int) else 0
+        short = max(
+            2 * settings.resolved_window, 4 * block, settings.min_prompt, budget + 2 * block
+        )
+        method = method_of(settings)
+        lengths = sorted({min(short + extra, longest) for extra in (3, 4096, 32768, longest)})
+        for tokens in lengths:
+            plan = page_plan(settings.prompt(len(layers), tokens), block)
+            if plan is None:
+                continue
+            device = self.pool.pages.device
+            rows = max(plan.window, 1)
+            if tokens == lengths[0] and Reads.COLUMN_SUMS in method.reads:
+                rows = tokens
+            query = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
+            blocks = torch.zeros(-(-tokens // block), dtype=torch.int64, device=device)
+            span = _Span(0, rows, blocks, self._begin(method, plan.window, tokens))
+            for layer in layers if rows == tokens else ():
+                self._accumulated(layer, span, query)
+            for in_place in (False, tokens == lengths[0]):
+                todo = Compression(
+                    request_id="",
+                    settings=settings,
+                    plan=plan,
+                    destination=(0,) * plan.blocks,
+                    in_place=in_place,
+                )
+                sums = torch.zeros(heads, tokens, device=device)
+                finished = Finished(
+                    todo=todo,
+                    method=method,
+                    blocks=blocks,
+                    queries=dict.fromkeys(layers, query[: plan.window]),
+                    sums=dict.fromkeys(layers, sums),
+                )
+                self.packer.pack(finished)
+                self.pool.forget("")

@@ -1,0 +1,234 @@
+"""From a finished prefill to packed pages: score every layer, choose, move. Nothing syncs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.move_kept import move_kept
+from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.engine.messages.step import Compression
+from vllm_kvcompress.engine.pages.layouts import PageViews, Strided
+from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
+from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.policies.base import Reads
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """A prompt whose prefill ended in this step.
+
+    Args:
+        todo: its place in the scheduler's plan.
+        method: what compresses it.
+        blocks: ``[ceil(S / bs)]`` int64, vLLM block ids of the prompt.
+        queries: per layer that is shown its window, the last ``[w, Hq, D]`` queries.
+        sums: per layer that is shown them, column sums ``[Hq, S]`` float32.
+    """
+
+    todo: Compression
+    method: Method
+    blocks: torch.Tensor
+    queries: Mapping[int, torch.Tensor]
+    sums: Mapping[int, torch.Tensor]
+
+
+class Packer:
+    """Packs prompts within the page pool of one worker, whose pages ops read and write themselves.
+
+    Prompts are packed one after the other, after the whole forward pass: what one prompt's scores
+    take is free again before the next one's are made, however many end in the same step.
+
+    Args:
+        pool: the page pool of this worker's layers.
+        layout: how keys and values lie in its pages.
+        scale: factor on the attention logits.
+        num_layers: layers on this worker, L.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        layout: Strided,
+        *,
+        scale: float,
+        num_layers: int,
+    ) -> None:
+        self.pool, self.num_layers = pool, num_layers
+        self.keys, self.values = layout.views(pool.pages)
+        self._scale = scale
+
+    def read(self, pages: torch.Tensor) -> PageViews:
+        """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
+        return self.keys[pages], self.values[pages]
+
+    def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
+        """One layer of a prompt in its blocks ``[n]`` int64, for a method that `reads` of it."""
+        return PagedLayer(
+            layer=layer,
+            key_pages=self.keys,
+            value_pages=self.values,
+            pages=self.pool.flat_ids(layer, blocks),
+            scale=self._scale,
+        )
+
+    def pack(self, finished: Finished) -> torch.Tensor:
+        """Move what all layers keep; how much that is stays on the device.
+
+        Returns:
+            ``[L]`` int64: pages that each layer keeps.
+        """
+        todo, plan, method = finished.todo, finished.todo.plan, finished.method
+        layers = [self.observe(layer, finished) for layer in range(self.num_layers)]
+        pages = method.layer_pages(plan, layers)
+        counts = to_device(pages, torch.int32, self.pool.pages.device)
+        free = self.pool.destination(todo.destination)[: plan.pages]
+        targets = self.pool.admit(todo.request_id, free, counts, plan.full_blocks)
+        prompt = self.pool.every_layer(finished.blocks)
+        kept = method.select(layers, plan, pages, tail=method.merge)
+        del layers
+        targets = targets[:, : kept.shape[2] // plan.block_size]
+        self._move(finished, prompt, kept, counts, targets)
+        return pages
+
+    def _move(
+        self,
+        finished: Finished,
+        prompt: torch.Tensor,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Write what is kept to its pages.
+
+        Args:
+            prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
+            kept: ``[L, Hkv, n]`` int32 positions; those of the tail among them if tokens merge.
+            counts: ``[L]`` int32, pages without the tail.
+            targets: ``[L, n // bs]`` int32, where those go.
+        """
+        todo, plan, method = finished.todo, finished.todo.plan, finished.method
+        if todo.in_place:
+            self._in_place(plan, method, prompt, kept, counts, targets)
+        elif method.merge:
+            self._merge(plan, prompt, kept, counts, targets, (self.keys, self.values))
+        else:
+            cache = self.keys, self.values
+            move_kept(*cache, prompt, kept, counts, targets, into=cache)
+
+    def observe(self, layer: int, finished: Finished) -> Observed:
+        """Score one layer of a prompt (`Method.observe`)."""
+        method, plan = finished.method, finished.todo.plan
+        reads, query, sums = method.reads_of(layer), None, None
+        if Reads.WINDOW in reads:
+            query = finished.queries.get(layer)
+            kept = 0 if query is None else len(query)
+            if kept != plan.window:
+                raise RuntimeError(
+                    f"request {finished.todo.request_id}: {kept} window queries were kept at the"
+                    f" end of prefill, {plan.window} are needed"
+                )
+        if Reads.COLUMN_SUMS in reads:
+            sums = finished.sums[layer]
+        return method.observe(self.where(layer, finished.blocks, reads), plan, query, sums)
+
+    def _in_place(
+        self,
+        plan: PagePlan,
+        method: Method,
+        prompt: torch.Tensor,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Through a staging buffer: a layer's target may be another layer's source.
+
+        All is read before any is written. KV heads do not meet, so they take turns in a buffer of
+        one head's pages; merged tokens are staged together.
+        """
+        column = torch.arange(targets.shape[1], device=counts.device)
+        where = (counts.cumsum(0) - counts)[:, None] + column
+        heads = [slice(h, h + 1) for h in range(self.keys.shape[1])]
+        if method.merge:
+            heads = [slice(None)]
+        for head in heads:
+            part = self.keys[:, head], self.values[:, head]
+            staged = _like(part[0].mT, plan.pages).mT, _like(part[1], plan.pages)
+            if method.merge:
+                self._merge(plan, prompt, kept, counts, where, staged)
+            else:
+                move_kept(*part, prompt, kept[:, head], counts, where, into=staged)
+            move_kept(*staged, where, None, counts, targets, into=part)
+
+    def _merge(
+        self,
+        plan: PagePlan,
+        prompt: torch.Tensor,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        where: torch.Tensor,
+        into: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Write kept tokens, merged, to their pages; those of the tail where they are.
+
+        Layer by layer, since merged tokens are float32 and the host knows only how many they can
+        be at most.
+
+        Args:
+            prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
+            kept: ``[L, Hkv, n]`` int32, the tail's positions among them.
+            counts: ``[L]`` int32, pages without the tail.
+            where: ``[L, n // bs]`` int, where those go, in the key and value pages `into`.
+        """
+        own = torch.arange(where.shape[1], device=counts.device)[None]
+        for layer in range(self.num_layers):
+            one = slice(layer, layer + 1)
+            cache = self.keys, self.values
+            pages, tail = merged_pages(plan, *cache, prompt[one], kept[one], counts[one])
+            last = prompt[layer, -1:]
+            for part, tokens in zip((self.keys.mT, self.values), tail, strict=True):
+                # the tail's block is the request's own: no hash, no other reader
+                part[:, :, : plan.tail][last] = tokens[None]
+            keys, values = pages
+            move_kept(keys.mT, values, own, None, counts[one], where[one], into=into)
+
+
+def merged_pages(
+    plan: PagePlan,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    prompt: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+) -> tuple[PageViews, PageViews]:
+    """What one layer keeps, with the evicted tokens folded in, in the cache's dtype.
+
+    Args:
+        keys, values: pages ``[N, Hkv, D, bs]`` and ``[N, Hkv, bs, D]``.
+        prompt: ``[1, ceil(S / bs)]`` int64, the prompt's pages among them.
+        kept: ``[1, Hkv, n]`` int32, the tail's positions among them.
+        counts: ``[1]`` int32, pages without the tail.
+
+    Returns:
+        Keys and values in ``n // bs`` pages ``[n // bs, Hkv, bs, D]``, of which the first
+        ``counts[0]`` are filled; keys and values of the tail ``[Hkv, tail, D]``.
+    """
+    size, tail, most = plan.block_size, plan.tail, kept.shape[2] // plan.block_size
+    start = counts * size  # of the tail, behind the packed ones
+    held, least = start + tail, plan.floor_pages * size + tail
+    slots = start + torch.arange(tail, device=start.device)
+    pages, tails = [], []
+    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, held, least)
+    for cache, wide in zip((keys, values), merged, strict=True):
+        tokens = wide[0].to(cache.dtype)  # [Hkv, n, D]
+        whole = tokens[:, : most * size].unflatten(1, (most, size))
+        pages.append(whole.transpose(0, 1))
+        tails.append(tokens[:, slots])
+    return (pages[0], pages[1]), (tails[0], tails[1])
+
+
+def _like(pages: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` pages like these, contiguous."""
+    return pages.new_empty(count, *pages.shape[1:])

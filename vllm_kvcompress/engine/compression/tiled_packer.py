@@ -1,0 +1,95 @@
+"""Packing in pages that no strided view can name: unpacked to be read, packed to be written."""
+
+import torch
+
+from vllm_kvcompress.engine.compression.packer import Finished, Packer, merged_pages
+from vllm_kvcompress.engine.pages.layouts import PageViews, Tiled
+from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.pipeline import PagedLayer
+from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.policies.base import Reads
+
+
+class TiledPacker(Packer):
+    """Packs prompts layer by layer, by copies.
+
+    What is held at once beside the cache is one layer's prompt while it is scored or merged, and
+    what a layer keeps while that is moved; in place, what all of them keep. The host reads how much
+    a layer keeps, which on a CPU waits for nothing.
+
+    Args:
+        pool: the page pool of this worker's layers.
+        layout: how keys and values lie in its pages.
+        scale: factor on the attention logits.
+        num_layers: layers on this worker, L.
+    """
+
+    def __init__(self, pool: PagePool, layout: Tiled, *, scale: float, num_layers: int) -> None:
+        self.pool, self.num_layers = pool, num_layers
+        self._layout, self._scale = layout, scale
+
+    def read(self, pages: torch.Tensor) -> PageViews:
+        return (
+            self._layout.unpack_keys(self.pool.pages, pages),
+            self._layout.unpack_values(self.pool.pages, pages),
+        )
+
+    def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
+        pages = self.pool.flat_ids(layer, blocks)
+        none = pages[:0]
+        with_keys = pages if reads & (Reads.WINDOW | Reads.COLUMN_SUMS) else none
+        with_values = pages if Reads.VALUES in reads else none
+        return PagedLayer(
+            layer=layer,
+            key_pages=self._layout.unpack_keys(self.pool.pages, with_keys),
+            value_pages=self._layout.unpack_values(self.pool.pages, with_values),
+            pages=torch.arange(len(pages)),
+            scale=self._scale,
+        )
+
+    def _move(
+        self,
+        finished: Finished,
+        prompt: torch.Tensor,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """In place all layers are read before any is written: one's target is another's source."""
+        plan, waiting = finished.todo.plan, []
+        for layer, count in enumerate(counts.tolist()):
+            what = prompt[layer], kept[layer][None], counts[layer : layer + 1]
+            stage = self._merged if finished.method.merge else self._kept
+            waiting.append((targets[layer, :count].long(), stage(plan, *what)))
+            if not finished.todo.in_place:
+                self._write(waiting)
+        self._write(waiting)
+
+    def _kept(
+        self, plan: PagePlan, prompt: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor
+    ) -> PageViews:
+        """Keys and values of the pages that one layer keeps."""
+        count, size = int(counts), plan.block_size
+        position = kept[0, :, : count * size].long()
+        tokens = self._layout.tokens(self.pool.pages, prompt[position // size], position % size)
+        keys, values = (part.unflatten(1, (count, size)).transpose(0, 1) for part in tokens)
+        return keys.mT, values
+
+    def _merged(
+        self, plan: PagePlan, prompt: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor
+    ) -> PageViews:
+        """The same with the evicted tokens folded in; those of the tail are written at once."""
+        cache, own = self.read(prompt), torch.arange(len(prompt))[None]
+        (keys, values), tail = merged_pages(plan, *cache, own, kept, counts)
+        if plan.tail:
+            last = tuple(part[-1:].clone() for part in (cache[0].mT, cache[1]))
+            for part, tokens in zip(last, tail, strict=True):
+                # the tail's block is the request's own: no hash, no other reader
+                part[0, :, : plan.tail] = tokens
+            self._layout.pack(self.pool.pages, prompt[-1:], last[0].mT, last[1])
+        return keys[: int(counts)].mT, values[: int(counts)]
+
+    def _write(self, waiting: list[tuple[torch.Tensor, PageViews]]) -> None:
+        while waiting:
+            pages, kept = waiting.pop()
+            self._layout.pack(self.pool.pages, pages, *kept)

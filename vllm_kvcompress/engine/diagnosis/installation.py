@@ -1,0 +1,88 @@
+"""What is installed here: versions, the plugin in vLLM's eyes, and the seams."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+
+import torch
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_kvcompress
+from vllm_kvcompress.checks import Check
+from vllm_kvcompress.engine.startup.seam import TESTED, Seam
+from vllm_kvcompress.engine.startup.seams import SEAMS
+from vllm_kvcompress.errors import SeamError
+
+
+def versions() -> Check:
+    """What is installed, and whether this vLLM is one that is accepted."""
+    found = [
+        f"vllm-kvcompress {vllm_kvcompress.__version__}",
+        f"vLLM {vllm.__version__}",
+        f"torch {torch.__version__}",
+        f"Triton {_version('triton')}",
+        f"Python {platform.python_version()}",
+    ]
+    ok = TESTED.contains(vllm.__version__, prereleases=True)
+    detail = ", ".join(found)
+    if not ok:
+        detail += f": this vLLM is untested with --kv-compress; install a vLLM in {TESTED}"
+    return Check(name="versions", ok=ok, detail=detail)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def plugin() -> Check:
+    """Whether vLLM itself finds and loads the plugin."""
+    try:
+        load_general_plugins()
+    except Exception as e:
+        return Check(name="plugin", ok=False, detail=f"it was found and failed: {sentence(e)}")
+    if "--kv-compress" in parser().format_help():
+        return Check(name="plugin", ok=True, detail="loaded by vLLM through its entry point")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None:
+        why = f"VLLM_PLUGINS={allowed!r} leaves it out; add kvcompress to it"
+    else:
+        why = "its entry point is not installed; run pip install on it in this environment"
+    return Check(name="plugin", ok=False, detail=f"vLLM does not load it: {why}")
+
+
+def check_seams(seams: Sequence[Seam] = SEAMS) -> Check:
+    """Whether this vLLM has every place that compression needs on this platform, and what to do."""
+    here = "cuda" if current_platform.is_cuda() else "cpu"
+    needed = [seam for seam in seams if seam.on in ("", here)]
+    found = []
+    for seam in needed:
+        try:
+            seam.check(vllm.__version__)
+        except SeamError as e:
+            found.append(e)
+    if found:
+        # one missing package is behind many seams
+        said = dict.fromkeys([*(e.problem for e in found), *(e.cure for e in found)])
+        return Check(name="seams", ok=False, detail="; ".join(said))
+    return Check(name="seams", ok=True, detail=f"all {len(needed)} for {here} are there")
+
+
+def parser() -> FlexibleArgumentParser:
+    """vLLM's own parser of its engine flags, with whatever plugins added."""
+    made = FlexibleArgumentParser(prog="kvcompress doctor")
+    EngineArgs.add_cli_args(made)
+    return made
+
+
+def sentence(error: BaseException) -> str:
+    """The first lines of an error's text, as one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else text[:400] + " ..."

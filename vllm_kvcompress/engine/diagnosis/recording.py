@@ -1,0 +1,99 @@
+"""What a worker's packer moves, written down as it moves it.
+
+`record` and `recorded` are called in the worker's own process (``collective_rpc``). Nothing is
+computed again: the positions are those that are handed to the kernels.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvcompress.engine.compression.packer import Finished, Packer
+from vllm_kvcompress.pipeline import Method, Observed
+from vllm_kvcompress.plan import PagePlan
+
+_RECORDS = "_kvcompress_records"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Watched(Method):
+    """A method that tells what it selects."""
+
+    told: Callable[[PagePlan, torch.Tensor, torch.Tensor], None]
+
+    def select(
+        self,
+        layers: Sequence[Observed],
+        plan: PagePlan,
+        pages: torch.Tensor,
+        *,
+        tail: bool = False,
+    ) -> torch.Tensor:
+        kept = Method.select(self, layers, plan, pages, tail=tail)
+        self.told(plan, pages, kept)
+        return kept
+
+
+def record(wrapper: Any, buckets: int) -> None:
+    """From now on, note what this worker packs.
+
+    Args:
+        wrapper: vLLM's wrapper of the worker.
+        buckets: parts of a prompt, at most, that its positions are counted in.
+    """
+    compressor = wrapper.worker.compressor
+    if compressor is None:
+        return
+    packer: Packer = compressor.packer
+    records: list[dict[str, Any]] = []
+    setattr(packer, _RECORDS, records)
+    pack = packer.pack
+
+    def packing(finished: Finished) -> torch.Tensor:
+        own = {f.name: getattr(finished.method, f.name) for f in dataclasses.fields(Method)}
+
+        def told(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
+            records.append(_counted(plan, pages, kept, buckets))
+
+        return pack(dataclasses.replace(finished, method=_Watched(**own, told=told)))
+
+    packer.pack = packing  # type: ignore[method-assign]
+
+
+def recorded(wrapper: Any) -> list[dict[str, Any]]:
+    """Per prompt that this worker has packed since `record`: see `_counted`."""
+    compressor = wrapper.worker.compressor
+    return [] if compressor is None else list(getattr(compressor.packer, _RECORDS))
+
+
+def _counted(
+    plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor, buckets: int
+) -> dict[str, Any]:
+    """The positions of one prompt, counted.
+
+    Args:
+        pages: ``[L]``, pages that each layer keeps.
+        kept: ``[L, Hkv, n]`` positions, -1 behind a layer's last. The tail may be among them; it
+            stays in any case.
+
+    Returns:
+        `pages` over all layers, `kv_heads`, `kept_tokens` of each layer, and `share` as in
+        `KeptMap`.
+    """
+    layers, heads, _ = kept.shape
+    buckets = min(buckets, plan.tokens)
+    stays = torch.zeros(layers, heads, plan.tokens + 1, dtype=torch.bool)
+    stays.scatter_(2, kept.long().cpu() % (plan.tokens + 1), True)  # -1 lands behind the prompt
+    stays = stays[..., :-1]
+    stays[..., plan.full_blocks * plan.block_size :] = True
+    bucket = torch.arange(plan.tokens) * buckets // plan.tokens
+    counts = torch.zeros(layers, buckets).index_add_(1, bucket, stays.sum(1).float())
+    share = counts / (heads * torch.bincount(bucket, minlength=buckets))
+    return {
+        "pages": int(pages.sum()),
+        "kv_heads": heads,
+        "kept_tokens": (stays.sum((1, 2)) / heads).tolist(),
+        "share": share.tolist(),
+    }

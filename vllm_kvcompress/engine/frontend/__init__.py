@@ -1,0 +1,1 @@
+"""What runs where requests are taken: their settings, names, figures, and usage."""

@@ -1,0 +1,87 @@
+"""Seam `aliases`: the model also answers under the operator's other names, compressed as they say.
+
+vLLM holds the names in a list, which is made longer: it checks, lists and refuses as it does for
+its own. A request that comes under an alias takes the name along in its extra arguments, where
+the scheduler looks for what a request asks for.
+"""
+
+import functools
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.serving import BaseServing
+
+from vllm_kvcompress.engine.messages.settings import settings_given
+from vllm_kvcompress.overrides import ALIAS, refuse_taken
+
+_INSTALLED = "_kvcompress_aliases_installed"
+_NAMES = "_kvcompress_aliases"
+
+# what the request that this task answers was addressed to; None for a name of vLLM's
+_addressed: ContextVar[str | None] = ContextVar("kvcompress_addressed", default=None)
+
+
+def resolve(models: Any, request: Any) -> None:
+    """Write the alias that a request is addressed to into its extra arguments.
+
+    Safe to call twice. Nothing is written into a request under another name, or into one that has
+    no room for extra arguments: it counts or reads tokens and compresses nothing.
+
+    Args:
+        models: the server's `OpenAIServingModels`.
+        request: of any endpoint that takes a model's name.
+    """
+    name = getattr(request, "model", None)
+    if name not in getattr(models, _NAMES, ()):
+        _addressed.set(None)
+        return
+    _addressed.set(name)
+    if (params := getattr(request, "sampling_params", None)) is not None:
+        params.extra_args = {**(params.extra_args or {}), ALIAS: name}
+    elif _takes_extra_arguments(type(request)):
+        request.vllm_xargs = {**(getattr(request, "vllm_xargs", None) or {}), ALIAS: name}
+
+
+def _takes_extra_arguments(kind: type[Any]) -> bool:
+    """Whether a request's class has `vllm_xargs`, or hands on a field that it does not know."""
+    known = getattr(kind, "model_fields", {})
+    return "vllm_xargs" in known or getattr(kind, "model_config", {}).get("extra") == "allow"
+
+
+def install() -> None:
+    """Wrap where vLLM learns the model's names, looks one up and writes it; safe to call twice."""
+    if getattr(OpenAIServingModels, _INSTALLED, False):
+        return
+    init = OpenAIServingModels.__init__
+    model_name = OpenAIServingModels.model_name
+    check_model = BaseServing._check_model
+
+    @functools.wraps(init)
+    def with_aliases(
+        self: Any, engine_client: Any, base_model_paths: list[BaseModelPath], **more: Any
+    ) -> None:
+        settings = settings_given(engine_client.vllm_config.additional_config)
+        served = [path.name for path in base_model_paths]
+        refuse_taken(settings, served, [lora.name for lora in more.get("lora_modules") or ()])
+        names = [alias.name for alias in settings.alias]
+        root = base_model_paths[0].model_path
+        also = [BaseModelPath(name=name, model_path=root) for name in names]
+        init(self, engine_client, [*base_model_paths, *also], **more)
+        setattr(self, _NAMES, frozenset(names))
+
+    @functools.wraps(model_name)
+    def addressed(self: Any, lora_request: Any = None) -> Any:
+        name = _addressed.get()
+        return model_name(self, lora_request) if lora_request is not None or name is None else name
+
+    @functools.wraps(check_model)
+    async def resolving(self: Any, request: Any) -> Any:
+        resolve(self.models, request)
+        return await check_model(self, request)
+
+    OpenAIServingModels.__init__ = with_aliases
+    OpenAIServingModels.model_name = addressed
+    BaseServing._check_model = resolving
+    setattr(OpenAIServingModels, _INSTALLED, True)

@@ -1,0 +1,119 @@
+"""Seam `api`: what a request asks for is checked before anything of it runs.
+
+A wrong value is an HTTP 400 on every endpoint, streaming or not. vLLM checks a request's
+parameters when its generator is first asked, and a stream has answered 200 by then; so the check
+stands where the generator is made. Offline, and for whatever comes another way, it stands again
+where vLLM turns parameters into a request.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.frontend.aliases import resolve
+from vllm_kvcompress.engine.frontend.metrics import count_refusal
+from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
+from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.overrides import settings_for
+
+_INSTALLED = "_kvcompress_api"
+HANDLERS = (
+    (OpenAIServingChat, "create_chat_completion"),
+    (OpenAIServingCompletion, "create_completion"),
+    (OpenAIServingResponses, "create_responses"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What an engine's requests may ask for.
+
+    Args:
+        settings: the engine's; None when nothing can be compressed.
+        switched_off: it says so itself. Then requests may ask for what they like, so that no
+            client needs a change when an operator goes back to ``--kv-compress off``.
+    """
+
+    settings: CompressionConfig | None
+    switched_off: bool
+
+
+_policies: WeakKeyDictionary[InputProcessor, _Policy] = WeakKeyDictionary()
+
+
+def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse a request that asks for what it may not have; nothing happens to any other.
+
+    Args:
+        processor: of the engine that is asked; its configuration says what is allowed.
+        extra_args: the request's ``vllm_xargs``, or its sampling parameters' `extra_args`.
+
+    Raises:
+        VLLMValidationError: which vLLM's server answers with status 400.
+    """
+    if not extra_args:
+        return
+    if processor not in _policies:
+        config = processor.vllm_config.additional_config
+        settings = active_settings(config)
+        switched_off = has_settings(config) and settings is None
+        _policies[processor] = _Policy(settings, switched_off=switched_off)
+    policy = _policies[processor]
+    if policy.switched_off:
+        return
+    try:
+        settings_for(policy.settings, extra_args)
+    except OverrideError as e:
+        count_refusal(e.reason)
+        raise VLLMValidationError(str(e), parameter="vllm_xargs") from None
+
+
+def install() -> None:
+    """Wrap the places where requests enter; safe to call twice."""
+    if getattr(InputProcessor, _INSTALLED, False):
+        return
+    process_inputs = InputProcessor.process_inputs
+    generate = AsyncLLM.generate
+
+    @functools.wraps(process_inputs)
+    def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = kwargs["params"] if "params" in kwargs else args[2]
+        check(self, getattr(params, "extra_args", None))
+        return process_inputs(self, *args, **kwargs)
+
+    @functools.wraps(generate)
+    def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
+        check(self.input_processor, getattr(params, "extra_args", None))
+        return generate(self, *args, **kwargs)
+
+    InputProcessor.process_inputs = processing
+    AsyncLLM.generate = generating
+    for serving, name in HANDLERS:
+        setattr(serving, name, _checking(getattr(serving, name)))
+    setattr(InputProcessor, _INSTALLED, True)
+
+
+def _checking(answer: Any) -> Any:
+    """A handler of the server that looks at the request first.
+
+    Responses make their generator within the stream, and beam search drops the extra arguments.
+    """
+
+    @functools.wraps(answer)
+    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        resolve(self.models, request)
+        check(self.engine_client.input_processor, request.vllm_xargs)
+        return await answer(self, request, *args, **kwargs)
+
+    return answering

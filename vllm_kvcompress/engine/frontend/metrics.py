@@ -1,0 +1,244 @@
+"""Seam `metrics`: what compression does, on vLLM's own ``/metrics``.
+
+A stat logger of vLLM's interface, put before vLLM's own in each process that has some: the
+scheduler's figures travel where a KV connector's would, and must be taken off before vLLM's
+loggers look there for a connector, which compression refuses. It is not an entry point in
+``vllm.stat_logger_plugins``, because vLLM would load that with compression off too, switch
+statistics on for an operator who switched them off, and not load it offline.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.messages.counts import Counts, take_counts
+from vllm_kvcompress.engine.messages.settings import active_settings
+from vllm_kvcompress.engine.scheduling.admission import REASONS
+
+logger = init_logger("vllm.kvcompress")
+
+_INSTALLED = "_kvcompress_metrics"
+_RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+REFUSALS = ("not_allowed", "out_of_bounds", "invalid")
+
+
+class Counted(NamedTuple):
+    """A counter: its further label, what it says, and what a scheduler reports for it.
+
+    `read` gives a count, or with a label a count for each of its values.
+    """
+
+    label: str
+    text: str
+    read: Callable[[Counts], float | Mapping[str, float]]
+
+
+def _by_layer(counts: Counts) -> Mapping[str, float]:
+    return {str(layer): tokens for layer, tokens in enumerate(counts["layer_tokens"])}
+
+
+# name without the prefix -> counter; the order of the README's table
+COUNTERS: Mapping[str, Counted] = {
+    "planned_requests": Counted(
+        "method",
+        "Prompts that the scheduler gave to the workers to compress.",
+        lambda counts: counts["planned"],
+    ),
+    "requests": Counted(
+        "method", "Prompts that the workers have compressed.", lambda counts: counts["packed"]
+    ),
+    "skipped_requests": Counted(
+        "reason", "Prompts that were left whole, by reason.", lambda counts: counts["skipped"]
+    ),
+    "prompt_tokens": Counted(
+        "", "Tokens of compressed prompts, before.", lambda counts: counts["prompt_tokens"]
+    ),
+    "kept_tokens": Counted(
+        "",
+        "Tokens of compressed prompts, after: the mean of their layers.",
+        lambda counts: counts["kept_tokens"],
+    ),
+    "freed_blocks": Counted(
+        "",
+        "KV blocks of compressed prompts that went back to the pool.",
+        lambda counts: counts["freed_blocks"],
+    ),
+    "packed_blocks": Counted(
+        "",
+        "KV blocks taken for what compressed prompts keep.",
+        lambda counts: counts["packed_blocks"],
+    ),
+    "in_place_requests": Counted(
+        "",
+        "Prompts packed into their own blocks: the pool had none free.",
+        lambda counts: counts["in_place"],
+    ),
+    "layer_tokens": Counted("layer", "Tokens that compressed prompts keep, by layer.", _by_layer),
+}
+_refusals: Counter | None = None
+_model: list[str] = []
+
+
+def count_refusal(reason: str) -> None:
+    """One request was answered with an error, for one of REFUSALS."""
+    if _refusals is not None:
+        _refusals.labels(*_model, reason).inc()
+
+
+class CompressionStatLogger(AggregateStatLoggerBase):
+    """Counts what the schedulers of all engines report.
+
+    Args:
+        vllm_config: of the server.
+        engine_indexes: the engines whose statistics this process may hear of.
+        settings: the engine's compression settings.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_indexes: list[int], settings: CompressionConfig
+    ) -> None:
+        model = str(vllm_config.model_config.served_model_name)
+        layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        methods = [variant.compress for variant in settings.variants]
+        usual = {
+            "method": methods,
+            "reason": REASONS,
+            "layer": [str(layer) for layer in range(layers)],
+        }
+        self._engines = {index: (model, str(index)) for index in engine_indexes}
+        self._counters: dict[str, Counter] = {}
+        for name, (label, text, _) in COUNTERS.items():
+            labels = ["model_name", "engine", *([label] if label else [])]
+            counter = self._counters[name] = Counter(f"vllm:kv_compress_{name}", text, labels)
+            for engine in self._engines.values():
+                for value in usual.get(label, []):
+                    counter.labels(*engine, value)
+                if not label:
+                    counter.labels(*engine)
+        labels = ["model_name", "engine"]
+        self._ratio = Histogram(
+            "vllm:kv_compress_ratio",
+            "Tokens that a compressed prompt keeps, as a share of the prompt.",
+            labels,
+            buckets=_RATIOS,
+        )
+        self._seconds = Histogram(
+            "vllm:kv_compress_seconds",
+            "Time on the worker's device to score and pack a prompt.",
+            labels,
+            buckets=_SECONDS,
+        )
+        for engine in self._engines.values():
+            self._ratio.labels(*engine)
+            self._seconds.labels(*engine)
+        self._inform(settings)
+        self._count_refusals(model)
+
+    def _inform(self, settings: CompressionConfig) -> None:
+        names = {alias.name: alias.meaning for alias in settings.alias}
+        values = {
+            "method": settings.compress,
+            "budget": str(settings.budget),
+            "window": str(settings.resolved_window if settings.enabled else 0),
+            "min_prompt": str(settings.min_prompt),
+            "min_output": str(settings.min_output),
+            "pressure": str(settings.pressure),
+            "allow_override": ",".join(settings.allow_override),
+            "alias": json.dumps(names) if names else "",
+        }
+        gauge = Gauge(
+            "vllm:kv_compress_info",
+            "Compression is on, with these settings.",
+            ["model_name", "engine", *values],
+            multiprocess_mode="mostrecent",
+        )
+        budget = Gauge(
+            "vllm:kv_compress_budget",
+            "What is kept of a prompt that asks for nothing: a ratio of it, or tokens per layer.",
+            ["model_name", "engine", "unit"],
+            multiprocess_mode="mostrecent",
+        )
+        unit = "tokens" if isinstance(settings.budget, int) else "ratio"
+        for engine in self._engines.values():
+            gauge.labels(*engine, *values.values()).set(1)
+            if settings.enabled:
+                budget.labels(*engine, unit).set(settings.budget)
+
+    @staticmethod
+    def _count_refusals(model: str) -> None:
+        global _refusals, _model
+        _refusals, _model = (
+            Counter(
+                "vllm:kv_compress_refused_requests",
+                "Requests answered with 400 for what they asked of compression.",
+                ["model_name", "reason"],
+            ),
+            [model],
+        )
+        for reason in REFUSALS:
+            _refusals.labels(model, reason)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+        **more: Any,
+    ) -> None:
+        """Take our figures off vLLM's statistics and count them."""
+        if scheduler_stats is None:
+            return
+        counts = take_counts(scheduler_stats)
+        if counts is not None:
+            self._count(counts, self._engines[engine_idx])
+
+    def _count(self, counts: Counts, engine: tuple[str, str]) -> None:
+        for name, counted in COUNTERS.items():
+            found, counter = counted.read(counts), self._counters[name]
+            if isinstance(found, Mapping):
+                for label, count in found.items():
+                    counter.labels(*engine, label).inc(count)
+            else:
+                counter.labels(*engine).inc(found)
+        for histogram, values in (
+            (self._ratio, counts["ratios"]),
+            (self._seconds, counts["seconds"]),
+        ):
+            child = histogram.labels(*engine)
+            for value in values:
+                child.observe(value)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: `configure` has logged what is on."""
+
+
+def install() -> None:
+    """Wrap ``StatLoggerManager.__init__``; safe to call twice.
+
+    Ours is made after vLLM's, which forgets all metrics that are there before its own, and asked
+    first.
+    """
+    if getattr(StatLoggerManager, _INSTALLED, False):
+        return
+    init = StatLoggerManager.__init__
+
+    @functools.wraps(init)
+    def with_ours(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        settings = active_settings(vllm_config.additional_config)
+        if settings is not None:
+            ours = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
+            self.stat_loggers.insert(0, ours)
+
+    StatLoggerManager.__init__ = with_ours
+    setattr(StatLoggerManager, _INSTALLED, True)

@@ -1,0 +1,213 @@
+"""Seam `usage`: a compressed answer's usage says what was kept of its prompt.
+
+The scheduler's news (`usage_notes`) are taken off vLLM's outputs as they come in, kept beside the
+request's own state, and put on each of its results as `kv_compress`. Whoever answers an HTTP
+request collects them there, and writes them into the usage.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+from vllm_kvcompress.engine.messages.usage import Kept, take_kept
+
+KEY = "kv_compress"
+_INSTALLED = "_kvcompress_usage"
+_KEPT = "_kvcompress_kept"
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was kept of the prompts of one HTTP request, by vLLM's id of each."""
+
+    _kept: dict[str, Kept] = field(default_factory=dict)
+
+    def note(self, output: Any) -> None:
+        """One result of vLLM's."""
+        if (kept := getattr(output, KEY, None)) is not None:
+            self._kept[output.request_id] = kept
+
+    def total(self) -> dict[str, Any] | None:
+        """What the usage is to say; None when every prompt was left whole.
+
+        Tokens are added up over the prompts, as vLLM adds up theirs. Choices of one prompt (n > 1)
+        count once.
+        """
+        kept = list(self._kept.values())
+        if not kept:
+            return None
+        layers = [each["layer_tokens"] for each in kept if "layer_tokens" in each]
+        total = {
+            "method": kept[0]["method"],
+            "budget": kept[0]["budget"],
+            "prompt_tokens": sum(each["prompt_tokens"] for each in kept),
+            "kept_tokens": round(sum(each["kept_tokens"] for each in kept), 1),
+        }
+        if len(layers) == len(kept):
+            total["layer_tokens"] = [sum(tokens) for tokens in zip(*layers, strict=True)]
+        return total
+
+
+_collected: ContextVar[Collected | None] = ContextVar("kvcompress_collected", default=None)
+
+
+def merge(kept: Kept, news: Kept) -> None:
+    """Bring what is known of a request up to date.
+
+    Args:
+        kept: what is known; results that were handed out hold the same object.
+        news: a new compression, with or without its layers, or the layers of one that is known.
+    """
+    if "kept_tokens" in news:
+        kept.clear()
+    elif kept.get("prompt_tokens") != news["prompt_tokens"]:
+        return
+    kept.update(news)
+
+
+def add_to(usage: Any, details: str, total: dict[str, Any]) -> None:
+    """Write into a usage of vLLM's what was kept.
+
+    Args:
+        usage: of vLLM's, whose classes take further fields.
+        details: its field for what is said of the prompt.
+        total: see `Collected.total`.
+    """
+    if getattr(usage, details) is None:
+        setattr(usage, details, PromptTokenUsageInfo())
+    setattr(getattr(usage, details), KEY, total)
+
+
+def told(event: Any, collected: Collected) -> Any:
+    """A server-sent event with what was kept in its usage; any other as it is.
+
+    Args:
+        event: of a stream, as text in OpenAI's form or something else.
+    """
+    if not isinstance(event, str) or not event.startswith("data: ") or '"usage":{' not in event:
+        return event
+    total = collected.total()
+    chunk = json.loads(event.removeprefix("data: "))
+    usage = chunk.get("usage")
+    if total is None or not isinstance(usage, dict) or "prompt_tokens" not in usage:
+        return event
+    details = usage.get("prompt_tokens_details") or {}
+    usage["prompt_tokens_details"] = {**details, KEY: total}
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def install() -> None:
+    """Wrap where outputs come in and where answers are written; safe to call twice."""
+    if getattr(OutputProcessor, _INSTALLED, False):
+        return
+    _take_off_news()
+    _collect_results()
+    for serving, name in (
+        (OpenAIServingChat, "create_chat_completion"),
+        (OpenAIServingChatBatch, "create_batch_chat_completion"),
+        (OpenAIServingCompletion, "create_completion"),
+        (OpenAIServingResponses, "create_responses"),
+        (ServingTokens, "serve_tokens"),
+    ):
+        setattr(serving, name, _telling(getattr(serving, name)))
+    OpenAIServingResponses.responses_full_generator = _telling_responses(
+        OpenAIServingResponses.responses_full_generator
+    )
+    setattr(OutputProcessor, _INSTALLED, True)
+
+
+def _take_off_news() -> None:
+    process_outputs = OutputProcessor.process_outputs
+    make_request_output = RequestState.make_request_output
+
+    @functools.wraps(process_outputs)
+    def processing(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if (news := take_kept(output)) is None:
+                continue
+            state = self.request_states.get(output.request_id)
+            if state is not None:  # the choices of one prompt share what is known of it
+                about = vars(state.parent_req or state)
+                merge(about.setdefault(_KEPT, {}), news)
+        return process_outputs(self, engine_core_outputs, *args, **kwargs)
+
+    @functools.wraps(make_request_output)
+    def making(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = make_request_output(self, *args, **kwargs)
+        if output is not None and (kept := vars(self.parent_req or self).get(_KEPT)):
+            setattr(output, KEY, kept)
+        return output
+
+    OutputProcessor.process_outputs = processing
+    RequestState.make_request_output = making
+
+
+def _collect_results() -> None:
+    generate = AsyncLLM.generate
+
+    @functools.wraps(generate)
+    def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = generate(self, *args, **kwargs)
+        collected = _collected.get()
+        return outputs if collected is None else _noting(outputs, collected)
+
+    AsyncLLM.generate = generating
+
+
+async def _noting(outputs: Any, collected: Collected) -> AsyncGenerator[Any, None]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            collected.note(output)
+            yield output
+
+
+def _telling(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler of the server that collects, and tells in its answer or in each event of it."""
+
+    @functools.wraps(answer)
+    async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        collected = Collected()
+        _collected.set(collected)
+        found = await answer(self, *args, **kwargs)
+        if hasattr(found, "__aiter__"):
+            return _told_events(found, collected)
+        usage = getattr(found, "usage", None)
+        if hasattr(usage, "prompt_tokens_details") and (total := collected.total()):
+            add_to(usage, "prompt_tokens_details", total)
+        return found
+
+    return answering
+
+
+async def _told_events(events: Any, collected: Collected) -> AsyncGenerator[Any, None]:
+    _collected.set(collected)  # a stream runs in another task than the handler that made it
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield told(event, collected)
+
+
+def _telling_responses(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Responses are finished, streamed or stored in one place, whichever way they were asked."""
+
+    @functools.wraps(answer)
+    async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        response = await answer(self, *args, **kwargs)
+        collected, usage = _collected.get(), getattr(response, "usage", None)
+        if usage is not None and collected is not None and (total := collected.total()):
+            add_to(usage, "input_tokens_details", total)
+        return response
+
+    return answering

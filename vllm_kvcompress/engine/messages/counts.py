@@ -1,0 +1,52 @@
+"""What a scheduler counted since it last reported, in the place of a KV connector's statistics.
+
+Compression refuses KV connectors, so that place is free. vLLM serialises what lies there as plain
+values, so that `Counts` are.
+"""
+
+from typing import TypedDict
+
+from vllm.v1.metrics.stats import SchedulerStats
+
+_KEY = "kvcompress"
+
+
+class Counts(TypedDict):
+    """Differences since the last report, which add up to the same whichever server is told."""
+
+    planned: dict[str, int]
+    """Prompts that the scheduler gave to the workers to compress, by method."""
+    packed: dict[str, int]
+    """Prompts that the workers have compressed, by method."""
+    skipped: dict[str, int]
+    """Prompts left whole, by reason."""
+    in_place: int
+    """Prompts packed into their own blocks."""
+    freed_blocks: int
+    """The prompts' own blocks that went back to the pool."""
+    packed_blocks: int
+    """Blocks taken for what is kept."""
+    prompt_tokens: int
+    """Tokens of the compressed prompts, before."""
+    kept_tokens: float
+    """Tokens of the compressed prompts, after: the mean of their layers."""
+    layer_tokens: list[int]
+    """Tokens that each layer keeps of them."""
+    ratios: list[float]
+    """Per compressed prompt, what is kept of it as a share."""
+    seconds: list[float]
+    """Per compressed prompt, what scoring and packing took on the worker's device."""
+
+
+def attach_counts(stats: SchedulerStats, counts: Counts) -> None:
+    """Send the counts with a step's statistics."""
+    stats.kv_connector_stats = {_KEY: counts}
+
+
+def take_counts(stats: SchedulerStats) -> Counts | None:
+    """Take the counts off a step's statistics: vLLM's loggers expect a connector's there."""
+    if not stats.kv_connector_stats:
+        return None
+    counts: Counts | None = stats.kv_connector_stats.pop(_KEY, None)
+    stats.kv_connector_stats = stats.kv_connector_stats or None
+    return counts

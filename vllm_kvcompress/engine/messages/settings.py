@@ -1,0 +1,58 @@
+"""The compression settings in a vLLM configuration, as ``additional_config["kvcompress"]``.
+
+vLLM hashes that mapping into the key of its compile cache, and takes it to every process.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from vllm_kvcompress.config import CompressionConfig
+
+_KEY = "kvcompress"
+
+
+def attach_settings(additional_config: Any, settings: CompressionConfig) -> dict[str, Any]:
+    """A vLLM configuration's mapping with these settings; what is at its default is left out."""
+    return {**(additional_config or {}), _KEY: settings.to_additional_config()}
+
+
+def has_settings(additional_config: Any) -> bool:
+    """Whether a vLLM configuration says anything of compression, be it that it is off."""
+    return isinstance(additional_config, Mapping) and _KEY in additional_config
+
+
+def written_settings(additional_config: Any) -> Any:
+    """What a vLLM configuration says of compression, as it was written; nothing is checked."""
+    return additional_config[_KEY] if has_settings(additional_config) else {}
+
+
+def settings_given(additional_config: Any) -> CompressionConfig:
+    """The compression settings of a vLLM configuration; the default, which is off, without any.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    written = written_settings(additional_config)
+    try:
+        text = json.dumps(written)
+    except (TypeError, ValueError):  # the parser says what must hold
+        return CompressionConfig.parse(written)
+    return _parsed(text)
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> CompressionConfig:
+    """Settings are frozen: a process parses them once, however many places ask."""
+    return CompressionConfig.parse(json.loads(text))
+
+
+def active_settings(additional_config: Any) -> CompressionConfig | None:
+    """The compression settings of a vLLM configuration; None when nothing can be compressed.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    settings = settings_given(additional_config)
+    return settings if settings.active else None

@@ -1,0 +1,115 @@
+"""What the scheduler tells the workers about one step, and what they tell back.
+
+A plan is pickled with vLLM's SchedulerOutput, a report with its ModelRunnerOutput: both are an
+attribute ``kvcompress`` that vLLM's own classes do not know.
+"""
+
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.plan import PagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """One request whose prefill ends in this step and is then compressed.
+
+    Args:
+        request_id: vLLM's request id.
+        settings: what compresses it.
+        plan: how much is kept; tokens, pages and blocks.
+        destination: `plan.blocks` vLLM block ids that receive the kept tokens.
+        in_place: some of `destination` are the prompt's own blocks.
+    """
+
+    request_id: str
+    settings: CompressionConfig
+    plan: PagePlan
+    destination: tuple[int, ...]
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What the workers have to do in one step, when there is something to do.
+
+    Args:
+        number: of this plan, counted by its scheduler; a worker acknowledges it by that.
+        observe: requests that run a chunk of their prefill but not its end, and will be
+            compressed at its end, with their settings: what the end needs must be kept.
+        compress: requests whose prefill ends in this step.
+    """
+
+    number: int
+    observe: tuple[tuple[str, CompressionConfig], ...]
+    compress: tuple[Compression, ...]
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The requests whose prefills this step watches or ends."""
+        observed = (request_id for request_id, _ in self.observe)
+        return (*observed, *(todo.request_id for todo in self.compress))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """One prompt that a worker has packed. Pickled with the step's output.
+
+    Args:
+        request_id: vLLM's request id.
+        method: what compressed it.
+        tokens: prompt length.
+        layer_tokens: tokens that each layer keeps.
+        seconds: what scoring and packing took on the worker's device.
+    """
+
+    request_id: str
+    method: str
+    tokens: int
+    layer_tokens: tuple[int, ...]
+    seconds: float
+
+    @property
+    def kept(self) -> float:
+        """Mean tokens kept per layer."""
+        return sum(self.layer_tokens) / len(self.layer_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What the workers have done, when there is something to tell.
+
+    Args:
+        carried_out: number of the step's plan, if it had one: the host has laid out its batch,
+            watched every layer and launched the packing. A device may still be at it.
+        packed: prompts that the device has packed since the last report, of this step or of
+            earlier ones.
+    """
+
+    carried_out: int | None
+    packed: tuple[Packed, ...]
+
+
+def attach_plan(output: SchedulerOutput, plan: StepPlan | None) -> None:
+    """Send a step's plan to the workers with the step."""
+    output.kvcompress = plan
+
+
+def plan_of(output: SchedulerOutput) -> StepPlan | None:
+    """The plan that came with a step; None where there is none, or it was lost on its way."""
+    plan: StepPlan | None = getattr(output, "kvcompress", None)
+    return plan
+
+
+def attach_report(output: ModelRunnerOutput, report: StepReport) -> None:
+    """Send a report to the scheduler with a step's output."""
+    output.kvcompress = report
+
+
+def report_of(output: ModelRunnerOutput) -> StepReport | None:
+    """The report that came with a step's output, if any."""
+    report: StepReport | None = getattr(output, "kvcompress", None)
+    return report

@@ -1,0 +1,29 @@
+"""What was kept of a request's prompt, in the place of a KV connector's parameters.
+
+Compression refuses KV connectors, so that place on the request's output is free.
+"""
+
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput
+
+_KEY = "kvcompress"
+
+Kept = dict[str, Any]
+"""``method``, ``budget``, ``prompt_tokens``, ``kept_tokens`` of a new compression, and
+``layer_tokens`` once the workers have told them."""
+
+
+def attach_kept(output: EngineCoreOutput, kept: Kept) -> None:
+    """Send what was kept with the request's next output."""
+    output.kv_transfer_params = {_KEY: kept}
+
+
+def take_kept(output: EngineCoreOutput) -> Kept | None:
+    """Take it off the output, which vLLM hands on to the client as a connector's."""
+    carried = output.kv_transfer_params
+    if not carried or _KEY not in carried:
+        return None
+    output.kv_transfer_params = None
+    kept: Kept = carried[_KEY]
+    return kept

@@ -1,0 +1,208 @@
+"""The flat page pool: every layer can read every page, and every layer has its own table.
+
+A vLLM block id is L pages, one per layer, inside one backing allocation. One strided view over
+that allocation makes the whole cache an array of pages, whatever ``VLLM_KV_CACHE_LAYOUT`` says:
+
+    flat page of (layer l, block b) = layer_offset[l] + block_stride * b
+        LBHNC, LBNHC:  l * num_blocks + b
+        BLHNC, BLNHC:  b * L + l
+        LHBNC:         l * Hkv * num_blocks + b     (a page's heads lie num_blocks pages apart)
+        BHLNC:         b * Hkv * L + l              (and here L pages)
+
+In the last two, ids between these name no page and are never used.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from kvcompress_kernels.page_tables import page_tables_into
+from vllm_kvcompress.errors import SeamError
+
+
+def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """One view over the caches of all layers.
+
+    Args:
+        layers: each layer's cache ``[num_blocks, ...]``, equal shapes and strides, views of one
+            storage.
+
+    Returns:
+        The flat view ``[pages, ...]``, `layer_offset` ``[L]`` int32 and `block_stride`.
+
+    Raises:
+        SeamError: the layers do not lie in one allocation at equal distances.
+    """
+    first = layers[0]
+    blocks = first.shape[0]
+    starts = [layer.storage_offset() for layer in layers]
+    order = sorted(range(len(layers)), key=starts.__getitem__)
+    one_storage = {layer.untyped_storage().data_ptr() for layer in layers}
+    alike = {(layer.shape, layer.stride()) for layer in layers}
+    gaps = {int(starts[b]) - int(starts[a]) for a, b in pairwise(order)}
+    if len(one_storage) != 1 or len(alike) != 1 or len(gaps) > 1:
+        raise SeamError(
+            "compression needs all layers' KV caches in one allocation at equal distances; got"
+            f" {len(one_storage)} allocations, {len(alike)} shapes, distances {sorted(gaps)}"
+        )
+    block_step = int(first.stride(0))
+    layer_step = gaps.pop() if gaps else block_step * blocks
+    page_step = min(layer_step, block_step)
+    if max(layer_step, block_step) % page_step:
+        raise SeamError(
+            "compression needs pages at multiples of one distance; got layer stride"
+            f" {layer_step} and block stride {block_step} for {len(layers)} layers of {blocks}"
+        )
+    between_layers, block_stride = layer_step // page_step, block_step // page_step
+    flat = first.as_strided(
+        ((len(layers) - 1) * between_layers + (blocks - 1) * block_stride + 1, *first.shape[1:]),
+        (page_step, *first.stride()[1:]),
+        starts[order[0]],
+    )
+    layer_offset = torch.empty(len(layers), dtype=torch.int32)
+    for rank, layer in enumerate(order):
+        layer_offset[layer] = rank * between_layers
+    return flat, layer_offset.to(first.device), block_stride
+
+
+class LayerTables(NamedTuple):
+    """What each layer reads for the rows of a batch."""
+
+    tables: Sequence[torch.Tensor]
+    """Per layer ``[R, W]`` int32: flat pages."""
+    lengths: Sequence[torch.Tensor]
+    """Per layer ``[R]`` int32: tokens."""
+
+
+class PagePool:
+    """Where each compressed request's kept tokens lie, per layer.
+
+    Slot 0 belongs to every request that was not compressed: no packed pages.
+
+    Args:
+        layers: the layers' caches, in layer order (see `flat_pages`).
+        max_requests: requests that may be compressed at once.
+        max_rows: rows of the largest batch, padding included.
+        max_blocks: blocks in the longest sequence.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        *,
+        max_requests: int,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+    ) -> None:
+        self.pages, self.layer_offset, self.block_stride = flat_pages(layers)
+        self.block_size = block_size
+        count, device = len(layers), self.pages.device
+        self._packed = torch.zeros(
+            max_requests + 1, count, max_blocks, dtype=torch.int32, device=device
+        )
+        self._num_packed = torch.zeros(max_requests + 1, count, dtype=torch.int32, device=device)
+        self._first_block = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        # What attention reads, at addresses that never change: CUDA graphs keep them.
+        self._tables = torch.zeros(count, max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(count, max_rows, dtype=torch.int32, device=device)
+        self._row_slots = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._live = torch.zeros((), dtype=torch.int32, device=device)
+        self._uploaded: list[int] = []  # what `_row_slots` holds
+        self._views: dict[int, LayerTables] = {}
+        self._slots: dict[str, int] = {}
+        self._free = list(range(max_requests, 0, -1))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is compressed."""
+        return bool(self._slots)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._slots
+
+    def flat_ids(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Flat pages, int64, of vLLM block ids in one layer."""
+        return blocks.long() * self.block_stride + self.layer_offset[layer]
+
+    def every_layer(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Flat pages ``[L, n]``, int64, of n vLLM block ids in all layers."""
+        return blocks.long() * self.block_stride + self.layer_offset[:, None]
+
+    def destination(self, blocks: Sequence[int]) -> torch.Tensor:
+        """All ``len(blocks) * L`` flat pages of some blocks, int64, block by block."""
+        ids = async_tensor_h2d(list(blocks), device=self.pages.device, dtype=torch.int64)
+        return self.every_layer(ids).T.flatten()
+
+    def admit(
+        self, request_id: str, pages: torch.Tensor, counts: torch.Tensor, first_block: int
+    ) -> torch.Tensor:
+        """From now on the request reads packed pages, then its blocks from `first_block` on.
+
+        Args:
+            pages: flat pages int64; the first ``counts[0]`` are layer 0's, and so on.
+            counts: ``[L]`` int32, with sum ``len(pages)``.
+
+        Returns:
+            ``[L, max_blocks]`` int32, each layer's pages, 0 behind them: a view of the pool's own.
+        """
+        slot = self._slots[request_id] = self._free.pop()
+        self._first_block[slot] = first_block
+        self._num_packed[slot] = counts
+        column = torch.arange(self._packed.shape[2], device=pages.device)
+        start = counts.cumsum(0) - counts
+        at = (start[:, None] + column).where(column < counts[:, None], len(pages))
+        self._packed[slot] = pad(pages, (0, 1))[at]
+        return self._packed[slot]
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that finished or was preempted; nothing happens if it is unknown."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def slots(self, request_ids: Sequence[str]) -> list[int]:
+        """The slot of each request of a batch; 0 where it was not compressed."""
+        if not self._slots:
+            return [0] * len(request_ids)
+        find = self._slots.get
+        return [find(request_id, 0) for request_id in request_ids]
+
+    def tables(
+        self, slots: list[int], block_table: torch.Tensor, seq_lens: torch.Tensor, rows: int
+    ) -> LayerTables:
+        """Refresh what every layer reads in this step (`page_tables_into`); no sync.
+
+        Args:
+            slots: of the batch's requests, in row order.
+            block_table: ``[>= len(slots), W]`` int32: vLLM's block ids.
+            seq_lens: ``[>= len(slots)]`` int32, in tokens.
+            rows: rows of the batch, padding included; padded ones have length 0.
+        """
+        if slots != self._uploaded:
+            if len(slots) != len(self._uploaded):
+                self._live.fill_(len(slots))
+            self._uploaded = slots
+            async_tensor_h2d(slots, out=self._row_slots[: len(slots)])
+        page_tables_into(
+            block_table,
+            seq_lens,
+            self._packed,
+            self._num_packed,
+            self._first_block,
+            self.layer_offset,
+            self.block_stride,
+            self.block_size,
+            self._row_slots,
+            self._live,
+            self._tables,
+            self._lengths,
+        )
+        if rows not in self._views:
+            tables, lengths = self._tables[:, :rows], self._lengths[:, :rows]
+            self._views[rows] = LayerTables(tables.unbind(), lengths.unbind())
+        return self._views[rows]

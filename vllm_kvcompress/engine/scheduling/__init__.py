@@ -1,0 +1,1 @@
+"""What runs in the scheduler: admission, plans, blocks, counts."""

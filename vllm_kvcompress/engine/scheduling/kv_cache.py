@@ -1,0 +1,359 @@
+"""Seam `kv_cache`: the cache spec of a compressed group and the manager of its blocks.
+
+The manager plans a compression when it allocates the chunk that ends a prefill, because that
+is the moment at which blocks can still be asked for. How much is kept depends on lengths
+alone (`page_plan`), so nothing is heard back from the workers.
+
+A compressed request holds: null blocks for the full blocks of its prompt, the ordinary blocks
+of its tail, and the destination blocks, which never enter ``req_to_blocks``. vLLM's own
+arithmetic on that list (positions, slots, blocks still needed) therefore stays right.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    register_all_kvcache_specs,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.messages.step import Compression, StepPlan
+from vllm_kvcompress.engine.scheduling.admission import Admissions
+from vllm_kvcompress.engine.scheduling.tally import Tally
+from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.policies.base import Reads
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedSpec(FullAttentionSpec):
+    """A full-attention layer whose prompts are compressed. Module level: vLLM pickles specs.
+
+    Args:
+        num_compressed_layers: layers that share the page pool, L.
+        settings: the engine's compression settings.
+    """
+
+    num_compressed_layers: int
+    settings: CompressionConfig
+
+    @classmethod
+    def merge(cls, specs: list["CompressedSpec"]) -> "CompressedSpec":
+        """vLLM's merge rebuilds the listed fields of its own class; ours are added back."""
+        plain = FullAttentionSpec.merge([_plain(spec) for spec in specs])
+        first = specs[0]
+        return _compressed(plain, first.num_compressed_layers, first.settings)
+
+
+def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
+    return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)})
+
+
+def _compressed(
+    spec: FullAttentionSpec, num_layers: int, settings: CompressionConfig
+) -> CompressedSpec:
+    own = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+    return CompressedSpec(**own, num_compressed_layers=num_layers, settings=settings)
+
+
+def compressed_specs(
+    specs: Mapping[str, KVCacheSpec], settings: CompressionConfig
+) -> dict[str, KVCacheSpec]:
+    """Replace every layer's spec by a `CompressedSpec`.
+
+    Raises:
+        ConfigError: the model has a layer that is not plain full attention, or layers differ
+            in shape: their pages could not be exchanged.
+    """
+    if not specs:
+        raise ConfigError(
+            "--kv-compress needs a model with a KV cache, and this model has none;"
+            " serve it without --kv-compress"
+        )
+    first_name, first = next(iter(specs.items()))
+    for name, spec in specs.items():
+        plain = type(spec) is FullAttentionSpec and not spec.non_causal
+        if not plain or spec.sliding_window or spec.attention_chunk_size:
+            raise ConfigError(
+                "--kv-compress needs full attention in every layer, but"
+                f" {name} is {_describe(spec)}; serve this model without --kv-compress"
+            )
+        if spec.dtype not in _FLOATS or spec.head_size_v != spec.head_size:
+            raise ConfigError(
+                "--kv-compress needs unquantised keys and values of one size, but"
+                f" {name} keeps {spec.head_size} and {spec.head_size_v} of {spec.dtype}; serve"
+                " this model without --kv-compress"
+            )
+        if spec != first:
+            raise ConfigError(
+                "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
+                f" {name} differs from {first_name}; serve this model without --kv-compress"
+            )
+    return {name: _compressed(spec, len(specs), settings) for name, spec in specs.items()}
+
+
+def _describe(spec: KVCacheSpec) -> str:
+    if isinstance(spec, AttentionSpec) and getattr(spec, "sliding_window", None):
+        return f"sliding-window attention ({spec.sliding_window} tokens)"
+    return type(spec).__name__
+
+
+class CompressedManager(FullAttentionManager):
+    """Allocates destination blocks at the end of prefill and frees the prompt's blocks after.
+
+    Not thread-safe, like every vLLM manager: it lives in the scheduler's loop.
+    """
+
+    def __init__(self, kv_cache_spec: CompressedSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self._requests: Mapping[str, Request] | None = None
+        self._num_layers = kv_cache_spec.num_compressed_layers
+        self.use(kv_cache_spec.settings)
+        self.tally = Tally()
+        self._looked_up: Request | None = None
+        # vLLM's is a classmethod and knows no request; its coordinator asks the instance
+        self.find_longest_cache_hit = self._longest_hit
+        self._settled: set[str] = set()  # prefill ended: compressed, or left whole for good
+        self._packed: dict[str, list[KVCacheBlock]] = {}  # destination blocks
+        self._cacheable: dict[str, int] = {}  # tokens that may enter the prefix cache
+        self._observe: dict[str, CompressionConfig] = {}
+        self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
+        self._plan_numbers = itertools.count(1)
+
+    def use(self, settings: CompressionConfig) -> None:
+        """The engine's settings; to be changed while no request is there."""
+        self.settings = settings
+        self.admissions = Admissions(settings, self._num_layers, self.block_size, self.block_pool)
+
+    def follow(self, requests: Mapping[str, Request]) -> None:
+        """Let the manager look up the requests whose blocks it allocates."""
+        self._requests = requests
+
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        """False: a block after a compressed prompt does not hold what its tokens' hash says."""
+        return False
+
+    def num_blocks_held(self, request_id: str) -> int:
+        """Blocks that the request keeps out of the pool, shared ones included."""
+        own = self.req_to_blocks.get(request_id, ())
+        return sum(not block.is_null for block in own) + len(self._packed.get(request_id, ()))
+
+    # -- planning, in the chunk that ends the prefill ----------------------------------------
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """Also count the destination blocks, unless the prompt's own blocks must serve."""
+        needed: int = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            *args,
+            apply_admission_cap=apply_admission_cap,
+            **kwargs,
+        )
+        # The admission check asks whether the prompt fits at all: in place it always does.
+        if apply_admission_cap or not self._ends_prefill(request_id, num_tokens):
+            return needed
+        plan = self._plan_of(request_id)
+        if plan is None:
+            return needed
+        if self.block_pool.get_num_free_blocks() >= needed + plan.blocks:
+            return needed + int(plan.blocks)
+        held = self.req_to_blocks.get(request_id, [])[: plan.full_blocks]
+        alone = sum(block.ref_cnt == 1 for block in held)
+        alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
+        alone += max(plan.full_blocks - len(held) - len(new_computed_blocks), 0)
+        return int(needed + max(plan.blocks - alone, 0))
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Allocate as vLLM does; at the end of the prefill also reserve the destination."""
+        new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        if request_id in self._settled:
+            return new_blocks
+        self._admit(request_id)
+        plan = self._plan_of(request_id)
+        if self._ends_prefill(request_id, num_tokens):
+            self._settled.add(request_id)
+            self._observe.pop(request_id, None)
+            if plan is not None:
+                self._reserve(request_id, plan)
+        elif plan is not None:
+            self._observe[request_id] = self._settings_of(request_id)
+        return new_blocks
+
+    def _admit(self, request_id: str) -> None:
+        """From the request's first block on, what was decided about it stays."""
+        if reason := self.admissions.admit(self._request(request_id)):
+            self.tally.skipped[reason] += 1
+
+    def _request(self, request_id: str) -> Request:
+        if self._requests is None:
+            raise SeamError(
+                "CompressedManager follows no scheduler; select the scheduler through"
+                " --kv-compress, not by hand"
+            )
+        return self._requests[request_id]
+
+    def _settings_of(self, request_id: str) -> CompressionConfig:
+        settings = self.admissions.of(self._request(request_id)).settings
+        assert settings is not None, request_id
+        return settings
+
+    def _ends_prefill(self, request_id: str, num_tokens: int) -> bool:
+        if request_id in self._settled:
+            return False
+        return num_tokens >= int(self._request(request_id).num_tokens)
+
+    def _plan_of(self, request_id: str) -> PagePlan | None:
+        """The plan for a prefill of all tokens the request has now.
+
+        After a preemption these are the prompt and what was generated before it: the same as
+        a fresh request for the same tokens. Whether to compress at all was decided when it was
+        admitted.
+        """
+        request = self._request(request_id)
+        settings = self.admissions.of(request).settings
+        if settings is None or request.max_tokens - request.num_output_tokens <= 1:
+            return None  # with one token left nobody would read it
+        return self.admissions.plan(settings, request.num_tokens)
+
+    def _reserve(self, request_id: str, plan: PagePlan) -> None:
+        """Take K destination blocks: fresh ones, else the prompt's own unshared ones.
+
+        A block that becomes a destination of its own prompt leaves the prefix cache now, before
+        any other request can find it.
+        """
+        self._cacheable[request_id] = plan.full_blocks * self.block_size
+        own: list[KVCacheBlock] = []
+        if self.block_pool.get_num_free_blocks() < plan.blocks:
+            prompt = list(enumerate(self.req_to_blocks[request_id][: plan.full_blocks]))
+            mine = [(i, block) for i, block in prompt if block.ref_cnt == 1][-plan.blocks :]
+            own = [block for _, block in mine]
+            self.block_pool.evict_blocks({block.block_id for block in own})
+            if mine:
+                self._cacheable[request_id] = mine[0][0] * self.block_size
+        fresh = self.block_pool.get_new_blocks(plan.blocks - len(own))
+        self._packed[request_id] = fresh
+        self._planned[request_id] = (plan, own)
+
+    # -- handing over, once the step is scheduled ---------------------------------------------
+
+    def take_step(self) -> StepPlan | None:
+        """This step's plan; also frees the blocks that only this step still reads.
+
+        Stream order makes the early free safe: whoever is given such a block writes it in a
+        later step, after this step has read it. So does the order of outputs, if the workers
+        lose the plan: the scheduler hears of it before any later step's tokens.
+        """
+        if not self._observe and not self._planned:
+            return None
+        observe = tuple(self._observe.items())
+        compress = tuple(self._hand_over(*item) for item in self._planned.items())
+        self._observe.clear()
+        self._planned.clear()
+        return StepPlan(number=next(self._plan_numbers), observe=observe, compress=compress)
+
+    def _hand_over(
+        self, request_id: str, planned: tuple[PagePlan, list[KVCacheBlock]]
+    ) -> Compression:
+        plan, own = planned
+        blocks = self.req_to_blocks[request_id]
+        kept = {block.block_id for block in own}
+        freed = [b for b in reversed(blocks[: plan.full_blocks]) if b.block_id not in kept]
+        blocks[: plan.full_blocks] = [self._null_block] * plan.full_blocks
+        self._packed[request_id] = self._packed[request_id] + own
+        before = self.block_pool.get_num_free_blocks()
+        self.block_pool.free_blocks(freed)
+        settings = self._settings_of(request_id)
+        self.tally.planned[settings.compress] += 1
+        self.tally.freed_blocks += self.block_pool.get_num_free_blocks() - before
+        self.tally.packed_blocks += plan.blocks
+        self.tally.in_place += bool(own)
+        return Compression(
+            request_id=request_id,
+            settings=settings,
+            plan=plan,
+            destination=tuple(block.block_id for block in self._packed[request_id]),
+            in_place=bool(own),
+        )
+
+    # -- the prefix cache ---------------------------------------------------------------------
+
+    @contextmanager
+    def looking_up(self, request: Request) -> Iterator[None]:
+        """While vLLM looks up the prefix of a request that waits: this one."""
+        self.admissions.consider(request)
+        self._looked_up = request
+        try:
+            yield
+        finally:
+            self._looked_up = None
+
+    def _longest_hit(
+        self, block_hashes: BlockHashList, max_length: int, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """`find_longest_cache_hit` of one request.
+
+        Cut so that a prompt that will be compressed computes its whole window; one whose method
+        reads the whole attention computes all of it.
+        """
+        if self._looked_up is not None:
+            settings = self.admissions.of(self._looked_up).settings
+            tokens = max_length + 1  # vLLM always recomputes the last token
+            if settings is not None and self.admissions.plan(settings, tokens) is not None:
+                max_length = tokens - max(settings.resolved_window, 1)
+                if Reads.COLUMN_SUMS in method_of(settings).reads:
+                    max_length = 0
+        hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
+            block_hashes, max_length, *args, **kwargs
+        )
+        return hit
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Never register a block that was computed against a compressed context."""
+        limit = self._cacheable.get(request.request_id)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Forget the request and give its destination blocks back with the others."""
+        self._settled.discard(request_id)
+        self._cacheable.pop(request_id, None)
+        self._observe.pop(request_id, None)
+        self._planned.pop(request_id, None)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks + self._packed.pop(request_id, [])
+
+
+# On import, because every process must know the pair: the scheduler's class and a pickled spec
+# both import this module wherever they are used. Inert until a worker returns such a spec.
+# vLLM fills only an EMPTY registry by itself: ours first would hide every built-in spec.
+register_all_kvcache_specs(None)
+KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, FullAttentionSpec)

@@ -1,0 +1,163 @@
+"""Seam `scheduler`: vLLM's schedulers, with the step's compressions on their output.
+
+Both of vLLM's schedulers are subclassed, because one that is not an `AsyncScheduler` would lose
+async scheduling. Nothing of their bodies is repeated.
+
+A plan's blocks are free as soon as it is handed out. Outputs come back in the order of their
+steps, so a plan that was lost on its way is noticed before a token that was computed after it
+could be delivered: the engine stops there.
+"""
+
+from collections import deque
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_kvcompress.engine.messages.counts import attach_counts
+from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
+from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
+from vllm_kvcompress.errors import SeamError
+
+logger = init_logger("vllm.kvcompress")
+
+
+class _Compressing:
+    """Mixin before a vLLM scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+        ours = [manager for manager in managers if isinstance(manager, CompressedManager)]
+        if len(ours) != 1 or len(managers) != 1:
+            raise SeamError(
+                "compression needs exactly one KV cache group, managed by CompressedManager; got"
+                f" {[type(manager).__name__ for manager in managers]}"
+            )
+        self.compressed_manager = ours[0]
+        self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
+        self.usage_notes = UsageNotes()
+        self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()  # not acknowledged yet
+        self._lost: str | None = None  # what to say of a plan that nobody carried out
+        self._tell_who_looks_up()
+        self._log_concurrency()
+
+    def _tell_who_looks_up(self) -> None:
+        """The prefix cache is asked for hashes; our manager must know whose they are."""
+        cache: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+        lookup = cache.get_computed_blocks
+
+        def looking_up(request: Request, *args: Any, **kwargs: Any) -> Any:
+            with self.compressed_manager.looking_up(request):
+                return lookup(request, *args, **kwargs)
+
+        cache.get_computed_blocks = looking_up
+
+    def _log_concurrency(self) -> None:
+        config = self.vllm_config  # type: ignore[attr-defined]
+        settings, tokens = self.compressed_manager.settings, config.model_config.max_model_len
+        if not settings.enabled:
+            return
+        plan = self.compressed_manager.admissions.plan(settings, tokens - 1)
+        if plan is None:
+            return
+        blocks = config.cache_config.num_gpu_blocks - 1
+        whole, tail = plan.full_blocks + int(plan.tail > 0), int(plan.tail > 0)
+        logger.info(
+            "a prompt of %d tokens takes %d of %d KV blocks while it is computed, %d afterwards",
+            plan.tokens,
+            whole,
+            blocks,
+            plan.blocks + tail,
+        )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's step, with its plan.
+
+        Raises:
+            SeamError: an earlier plan was lost; nothing may run on the blocks that it freed.
+        """
+        if self._lost is not None:
+            raise SeamError(self._lost)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        plan = self.compressed_manager.take_step()
+        attach_plan(output, plan)
+        if plan is not None:
+            self._handed_out.append((output, plan))
+        if self.compressed_manager.settings.usage:
+            self.usage_notes.plan(plan)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        """Also hear what the workers have carried out and packed, and let the answers know.
+
+        Raises:
+            SeamError: not what this step's plan says; none of the step's tokens is delivered.
+        """
+        report = report_of(model_runner_output)
+        if report is not None or self._handed_out:
+            self._hear(scheduler_output, report)
+        outputs = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        if self.compressed_manager.settings.usage:
+            self.usage_notes.report(() if report is None else report.packed)
+            for client in outputs.values():
+                self.usage_notes.send(client.outputs)
+            self.usage_notes.forget(self.requests)  # type: ignore[attr-defined]
+        return outputs
+
+    def _hear(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
+        """Compare the report with the plan, which our own record tells, not the step's output."""
+        plan: StepPlan | None = None
+        if self._handed_out and self._handed_out[0][0] is scheduler_output:
+            _, plan = self._handed_out.popleft()
+        expected = None if plan is None else plan.number
+        told = None if report is None else report.carried_out
+        if told != expected:
+            self._lost = self._say_lost(plan, told)
+            raise SeamError(self._lost)
+        if report is not None:
+            self.compressed_manager.tally.report(report.packed)
+
+    def _say_lost(self, plan: StepPlan | None, told: int | None) -> str:
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        if plan is None:
+            happened = f"a step without a plan came back as plan {told}"
+        else:
+            answer = "none" if told is None else f"plan {told}"
+            happened = (
+                f"the step with plan {plan.number}, for {list(plan.request_ids)}, came back with"
+                f" {answer} acknowledged"
+            )
+        return (
+            f"workers must carry out every compression, but {happened}, so the engine stops before"
+            " it reads blocks that were freed and not packed; let the executor"
+            f" {parallel.distributed_executor_backend!r} run execute_model and sample_tokens of"
+            f" {parallel.worker_cls} and hand their outputs back as they are, or serve without"
+            " --kv-compress"
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics, and ours where a KV connector's would be; `metrics` takes them off."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        ours = self.compressed_manager.tally.take()
+        if stats is not None and ours is not None:
+            attach_counts(stats, ours)
+        return stats
+
+
+class CompressingScheduler(_Compressing, Scheduler):
+    """vLLM's synchronous scheduler."""
+
+
+class CompressingAsyncScheduler(_Compressing, AsyncScheduler):
+    """vLLM's async scheduler."""

@@ -1,0 +1,61 @@
+"""What happened since the last report: counted in the scheduler, sent with vLLM's own statistics.
+
+A scheduler's statistics go to one API server per step. So these are differences, which add up to
+the same whichever server is told.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm_kvcompress.engine.messages.counts import Counts
+from vllm_kvcompress.engine.messages.step import Packed
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the last `take`.
+
+    Args:
+        planned: prompts that the scheduler gave to the workers to compress, by method.
+        skipped: prompts left whole, by reason.
+        freed_blocks: the prompts' own blocks that went back to the pool.
+        packed_blocks: blocks taken for what is kept.
+        in_place: prompts packed into their own blocks.
+        packed: what the workers reported.
+    """
+
+    planned: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    freed_blocks: int = 0
+    packed_blocks: int = 0
+    in_place: int = 0
+    packed: list[Packed] = field(default_factory=list)
+
+    def report(self, packed: Iterable[Packed]) -> None:
+        """Add what a worker has packed."""
+        self.packed.extend(packed)
+
+    def take(self) -> Counts | None:
+        """Everything since the last call as plain values; None when nothing happened."""
+        if not (self.planned or self.skipped or self.packed):
+            return None
+        layers = zip(*(done.layer_tokens for done in self.packed), strict=True)
+        taken: Counts = {
+            "planned": dict(self.planned),
+            "skipped": dict(self.skipped),
+            "freed_blocks": self.freed_blocks,
+            "packed_blocks": self.packed_blocks,
+            "in_place": self.in_place,
+            "packed": dict(Counter(done.method for done in self.packed)),
+            "prompt_tokens": sum(done.tokens for done in self.packed),
+            "kept_tokens": sum(done.kept for done in self.packed),
+            "ratios": [done.kept / done.tokens for done in self.packed],
+            "seconds": [done.seconds for done in self.packed],
+            "layer_tokens": [sum(tokens) for tokens in layers],
+        }
+        self.planned.clear()
+        self.skipped.clear()
+        self.packed.clear()
+        self.freed_blocks = self.packed_blocks = self.in_place = 0
+        return taken

@@ -1,0 +1,58 @@
+"""What answers are to say of their compression, on its way from the scheduler to the server.
+
+How much is kept on average is decided with the plan, and known with the first token. How it is
+divided among the layers is the worker's to say: with the same output on a CPU, later on a GPU, or
+never for an answer that was quicker.
+"""
+
+from collections.abc import Container, Iterable
+
+from vllm.v1.engine import EngineCoreOutput
+
+from vllm_kvcompress.engine.messages.step import Packed, StepPlan
+from vllm_kvcompress.engine.messages.usage import Kept, attach_kept
+
+
+class UsageNotes:
+    """The news of one scheduler's requests, until their next outputs take them along.
+
+    They travel where a KV connector's parameters would, which compression refuses.
+    """
+
+    def __init__(self) -> None:
+        self._news: dict[str, Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._news)
+
+    def plan(self, step: StepPlan | None) -> None:
+        """The prompts that this step compresses."""
+        for todo in step.compress if step is not None else ():
+            plan = todo.plan
+            kept = plan.pages * plan.block_size / plan.num_layers + plan.tail
+            self._news[todo.request_id] = {
+                "method": todo.settings.compress,
+                "budget": todo.settings.budget,
+                "prompt_tokens": plan.tokens,
+                "kept_tokens": kept,
+            }
+
+    def report(self, packed: Iterable[Packed]) -> None:
+        """What a worker has packed."""
+        for done in packed:
+            news = self._news.setdefault(done.request_id, {"prompt_tokens": done.tokens})
+            if news["prompt_tokens"] == done.tokens:  # not compressed again since
+                news["layer_tokens"] = list(done.layer_tokens)
+
+    def send(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Give each output its request's news."""
+        if not self._news:
+            return
+        for output in outputs:
+            if (news := self._news.pop(output.request_id, None)) is not None:
+                attach_kept(output, news)
+
+    def forget(self, alive: Container[str]) -> None:
+        """Drop the news of requests that are gone without another output."""
+        for gone in [request_id for request_id in self._news if request_id not in alive]:
+            del self._news[gone]

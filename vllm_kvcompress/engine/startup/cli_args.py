@@ -1,0 +1,211 @@
+"""Seam `cli_args`: ``--kv-compress`` and its companions on every vLLM command that serves.
+
+The flags are folded into ``--additional-config`` as ``{"kvcompress": {...}}`` when vLLM turns the
+parsed arguments into EngineArgs: whatever the order of the flags, neither overwrites the other.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.messages.settings import (
+    attach_settings,
+    has_settings,
+    written_settings,
+)
+from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.overrides import refuse_taken
+from vllm_kvcompress.policies.presets import METHODS
+
+_INSTALLED = "_kvcompress_cli_args"
+_FROM_COMMAND = "_kvcompress_from_command"
+
+# flag -> (field of CompressionConfig, metavar, help)
+FLAGS = {
+    "--kv-compress": (
+        "compress",
+        "METHOD",
+        "Compress the KV cache of long prompts at the end of prefill: " + ", ".join(METHODS) + ".",
+    ),
+    "--kv-budget": (
+        "budget",
+        "BUDGET",
+        "What is kept: a ratio of the prompt in (0, 1], or a whole number of tokens per layer.",
+    ),
+    "--kv-window": (
+        "window",
+        "TOKENS",
+        "Last tokens of the prompt that score the others and are always kept.",
+    ),
+    "--kv-min-prompt": (
+        "min_prompt",
+        "TOKENS",
+        "Prompts shorter than this are left whole.",
+    ),
+    "--kv-min-output": (
+        "min_output",
+        "TOKENS",
+        "Requests for fewer tokens than this (max_tokens) are left whole.",
+    ),
+    "--kv-pressure": (
+        "pressure",
+        "SHARE",
+        "Share of the KV pool in use, the prompt included, under which it is left whole.",
+    ),
+    "--kv-allow-override": (
+        "allow_override",
+        "METHODS",
+        "What requests may ask for in vllm_xargs.kv_compress: all, or methods with commas between.",
+    ),
+    "--kv-budget-bounds": (
+        "budget_bounds",
+        "MIN:MAX",
+        "What requests may ask for in vllm_xargs.kv_budget: 0.05:0.5, 256:4096 or both.",
+    ),
+    "--kv-alias": (
+        "alias",
+        "NAME=METHOD:BUDGET",
+        "Another name of the model, compressed so; NAME=off compresses nothing. May be repeated.",
+    ),
+}
+_REPEATED = {"--kv-alias"}
+_USAGE = ("--kv-usage", "usage")
+
+
+def _one_field(field: str) -> Callable[[str], str]:
+    """An argparse type that refuses a wrong value with the sentence of CompressionConfig."""
+
+    def parse(text: str) -> str:
+        try:
+            CompressionConfig.parse({"compress": "off", "allow_override": "off", field: text})
+        except ConfigError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+        return text
+
+    return parse
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({e})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add our group of flags to a vLLM parser; nothing happens if it is already there."""
+    if "--kv-compress" in parser._option_string_actions:
+        return
+    group = parser.add_argument_group(
+        title="KV-cache compression",
+        description="Settings of the vllm-kvcompress plugin; off unless --kv-compress is given.",
+    )
+    for flag, (field, metavar, text) in FLAGS.items():
+        repeated: dict[str, Any] = {}
+        if flag in _REPEATED:  # a list in vLLM's --config arrives as several values of one flag
+            repeated = {"action": "extend", "nargs": "+"}
+        group.add_argument(
+            flag, type=_one_field(field), metavar=metavar, default=None, help=text, **repeated
+        )
+    group.add_argument(
+        "--kv-usage",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Say in the usage of each compressed answer what was kept.",
+    )
+    group.add_argument(
+        "--kv-compress-config",
+        type=_json_object,
+        metavar="JSON",
+        default=None,
+        help="Every parameter of every method, as a JSON object; the flags above win over it.",
+    )
+
+
+def fold(args: argparse.Namespace) -> None:
+    """Move our flags into ``args.additional_config["kvcompress"]``, and check the whole.
+
+    Raises:
+        ConfigError: the settings contradict each other, name no method, or call the model by a
+            name that is taken.
+    """
+    given = dict(getattr(args, "kv_compress_config", None) or {})
+    for flag, field in [*((flag, field) for flag, (field, _, _) in FLAGS.items()), _USAGE]:
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None:
+            given[field] = value
+    additional_config = getattr(args, "additional_config", None)
+    if not given and not has_settings(additional_config):
+        return
+    written = written_settings(additional_config)
+    if not isinstance(written, Mapping):
+        CompressionConfig.parse(written)  # says what must hold
+    settings = CompressionConfig.parse({**written, **given})
+    refuse_taken(settings, _served_names(args), _adapter_names(args))
+    args.additional_config = attach_settings(additional_config, settings)
+
+
+def _served_names(args: argparse.Namespace) -> list[str]:
+    """The names that vLLM itself serves the model under."""
+    names = getattr(args, "served_model_name", None) or getattr(args, "model", None)
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _adapter_names(args: argparse.Namespace) -> list[str]:
+    return [module.name for module in getattr(args, "lora_modules", None) or ()]
+
+
+@contextmanager
+def ending_the_command() -> Iterator[None]:
+    """What we refuse ends a command as argparse ends it: one sentence and status 2.
+
+    Raises:
+        SystemExit: in place of a KVCompressError.
+    """
+    try:
+        yield
+    except KVCompressError as e:
+        sys.stderr.write(f"vllm: error: {e}\n")
+        raise SystemExit(2) from None
+
+
+def from_command(engine_args: EngineArgs) -> bool:
+    """Whether `engine_args` were typed as flags, and compression is among them."""
+    return getattr(engine_args, _FROM_COMMAND, False)
+
+
+def install() -> None:
+    """Wrap the two EngineArgs methods; safe to call twice."""
+    if getattr(EngineArgs, _INSTALLED, False):
+        return
+    add_cli_args = EngineArgs.add_cli_args
+    from_cli_args = EngineArgs.from_cli_args.__func__
+
+    @functools.wraps(add_cli_args)
+    def with_flags(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        parser = add_cli_args(parser, *args, **kwargs)
+        add_flags(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def folding(cls: Any, args: argparse.Namespace) -> Any:
+        with ending_the_command():
+            fold(args)
+        engine_args = from_cli_args(cls, args)
+        if has_settings(engine_args.additional_config):
+            setattr(engine_args, _FROM_COMMAND, True)
+        return engine_args
+
+    EngineArgs.add_cli_args = staticmethod(with_flags)
+    EngineArgs.from_cli_args = classmethod(folding)
+    setattr(EngineArgs, _INSTALLED, True)

@@ -1,0 +1,161 @@
+"""Seam `configure`: reads ``additional_config["kvcompress"]`` and selects our classes.
+
+Runs once, in the process that builds the VllmConfig, before any model is loaded. Without the
+setting it returns vLLM's configuration untouched.
+"""
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.messages.settings import attach_settings, settings_given
+from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
+from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
+from vllm_kvcompress.engine.startup.seams import check, check_all
+from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.published import published
+
+logger = init_logger("vllm.kvcompress")
+
+_INSTALLED = "_kvcompress_configure"
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvcompress.engine.worker.cpu.CompressingCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvcompress.engine.worker.cuda.CompressingGPUWorker",
+}
+SCHEDULERS = {
+    False: "vllm_kvcompress.engine.scheduling.scheduler.CompressingScheduler",
+    True: "vllm_kvcompress.engine.scheduling.scheduler.CompressingAsyncScheduler",
+}
+
+
+def configure(config: VllmConfig, settings: CompressionConfig) -> None:
+    """Select the compressing worker and scheduler for `config`, or refuse before anything loads.
+
+    Raises:
+        ConfigError: the model or an option cannot work with compression.
+        SeamError: this vLLM is not supported.
+    """
+    check_all(vllm.__version__)
+    refuse_unsupported(config, settings)
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    if parallel.worker_cls not in {*WORKERS, *WORKERS.values()}:
+        raise ConfigError(
+            f"--kv-compress runs on vLLM's own workers {sorted(WORKERS)}, got"
+            f" {parallel.worker_cls} on {current_platform.device_name}; remove --worker-cls or"
+            " serve without --kv-compress"
+        )
+    if scheduler.scheduler_cls not in {None, *SCHEDULERS.values()}:
+        raise ConfigError(
+            f"--kv-compress brings its own scheduler, got {scheduler.scheduler_cls};"
+            " remove --scheduler-cls"
+        )
+    if current_platform.is_cuda():
+        from vllm_kvcompress.engine.startup.backend_choice import choose_backend  # loads backends
+
+        choose_backend(config)
+    parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    if settings.model is None:
+        settings = settings.model_copy(update={"model": str(config.model_config.model)})
+    config.additional_config = attach_settings(config.additional_config, settings)
+    _say(settings, prefix_caching=bool(config.cache_config.enable_prefix_caching))
+
+
+def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
+    """Log what is on, for the operator who reads the start of the log."""
+    logger.info(
+        "KV-cache compression is on: %s, budget %s, prompts from %d tokens",
+        settings.compress if settings.enabled else "only what asks for it",
+        settings.budget,
+        settings.min_prompt,
+    )
+    if settings.allow_override:
+        bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
+        logger.info(
+            "requests may ask for %s, budgets %s",
+            ", ".join(settings.allow_override),
+            bounds or "of any size",
+        )
+    if settings.alias:
+        logger.info("the model also answers as %s", ", ".join(map(str, settings.alias)))
+    if settings.pressure:
+        logger.info("prompts are left whole below %g of the pool in use", settings.pressure)
+    for variant in settings.variants:
+        names = variant.names
+        if given := published(names.allocator, settings.model, variant.budget):
+            logger.info("published for this model: %s %s", names.allocator, given)
+        if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
+            logger.info(
+                "%s reads the attention of the whole prompt: prompts that it compresses fill the"
+                " prefix cache and do not read it",
+                variant.compress,
+            )
+
+
+def _install_doors(settings: CompressionConfig) -> None:
+    """Check what requests ask for, and count, in this process, which takes requests.
+
+    With compression off a vLLM that lacks the doors is served as it is; one that lacks what was
+    asked for by name is not.
+
+    Raises:
+        ConfigError: the model's names are looked up by a front end that is not vLLM's in Python.
+        SeamError: the model cannot have further names here.
+    """
+    if settings.alias:
+        if (reason := front_end()) is not None:
+            raise ConfigError(f"--kv-alias: {reason}")
+        check("frontend.aliases", version=vllm.__version__)
+        from vllm_kvcompress.engine.frontend import aliases
+
+        aliases.install()
+    if settings.usage and settings.active:
+        from vllm_kvcompress.engine.frontend import usage
+
+        usage.install()
+    try:
+        check("frontend.api", "frontend.metrics", version=vllm.__version__)
+    except SeamError:
+        return
+    from vllm_kvcompress.engine.frontend import (
+        api,
+        metrics,  # not where engines and workers live
+    )
+
+    api.install()
+    metrics.install()
+
+
+def install() -> None:
+    """Wrap ``EngineArgs.create_engine_config``; safe to call twice."""
+    if getattr(EngineArgs, _INSTALLED, False):
+        return
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def creating(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
+        refusing = ending_the_command if from_command(self) else nullcontext
+        with refusing():
+            given = settings_given(self.additional_config)  # before vLLM reads the model
+        settings = given if given.active else None
+        config = create(self, *args, **kwargs)
+        with refusing():
+            if settings is not None:
+                check_all(vllm.__version__)
+            _install_doors(given)
+        if settings is not None:
+            with refusing():
+                configure(config, settings)
+        return config
+
+    EngineArgs.create_engine_config = creating
+    setattr(EngineArgs, _INSTALLED, True)

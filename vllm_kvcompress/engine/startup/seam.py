@@ -1,0 +1,58 @@
+"""One place where we touch vLLM, and whether this vLLM has it."""
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from vllm_kvcompress.engine.startup.import_failures import import_failure, is_gone
+from vllm_kvcompress.errors import SeamError
+
+TESTED = SpecifierSet(">=0.31,<0.34")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One place where we touch vLLM.
+
+    Args:
+        name: module of this package that uses it.
+        target: ``module:qualname`` in vLLM.
+        kind: "registry" (vLLM's own hook), "subclass" (chosen by a flag) or "wrap" (a method
+            that is called through, with something added before or after).
+        params: parameters of `target` that we pass or override by name.
+        remove_when: observable event after which the entry can go.
+        on: the platform that needs it, "cpu" or "cuda"; both when empty.
+    """
+
+    name: str
+    target: str
+    kind: str
+    params: tuple[str, ...]
+    remove_when: str
+    on: str = ""
+
+    def check(self, version: str) -> None:
+        """Raise SeamError unless `target` exists and takes `params`. Touches nothing.
+
+        A module that is there and cannot be imported is told as that, with what is missing.
+        """
+        module, _, qualname = self.target.partition(":")
+        cure = f"install a vLLM in {TESTED}, or serve without --kv-compress"
+        gone = f"vLLM {version} has no {self.target}"
+        try:
+            found: Any = importlib.import_module(module)
+        except Exception as e:  # anything may go wrong while others are imported
+            if is_gone(module, e):
+                raise SeamError(gone, cure) from e
+            raise import_failure(e, version, module) from e
+        try:
+            for part in qualname.split("."):
+                found = getattr(found, part)
+        except AttributeError as e:
+            raise SeamError(gone, cure) from e
+        has = inspect.signature(found).parameters if self.params else {}
+        if lost := set(self.params) - has.keys():
+            raise SeamError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)

@@ -1,0 +1,1 @@
+"""vLLM's workers with a compressor, and what memory that takes."""

@@ -1,0 +1,242 @@
+"""Seam `worker`: vLLM's workers, which pack prompts after the step that ends their prefill.
+
+`worker_cpu` and `worker_cuda` name them; each imports nothing of the other's platform.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.attention.backend import (
+    Backends,
+    BatchOrder,
+    CompressedBuilder,
+    CompressedImpl,
+    override_backends,
+)
+from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.messages.settings import settings_given
+from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
+from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.scheduling.kv_cache import compressed_specs
+from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows
+from vllm_kvcompress.errors import ConfigError, SeamError
+
+logger = init_logger("vllm.kvcompress")
+
+
+class CompressingWorker:
+    """Mixin before a vLLM worker, for both of vLLM's model runners."""
+
+    backends: ClassVar[Backends]
+    compressor: PromptCompressor | None = None
+    vllm_config: VllmConfig
+    model_runner: Any
+    is_driver_worker: bool
+    _carried_out: int | None = None  # plan of the step whose output is not handed back yet
+
+    @property
+    def settings(self) -> CompressionConfig:
+        return settings_given(self.vllm_config.additional_config)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with override_backends(self.backends):
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        refuse_other_backends(self.vllm_config, self.backends)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return compressed_specs(super().get_kv_cache_spec(), self.settings)  # type: ignore[misc]
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self.compressor = bind_compressor(
+            self.vllm_config, self.settings, self.model_runner, kv_cache_config
+        )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's step, and its plan.
+
+        Raises:
+            SystemExit: this rank could not carry out the plan, and its executor hears another
+                rank alone. That one would be believed; the end of a process is noticed.
+        """
+        assert self.compressor is not None
+        self._carried_out = None
+        try:
+            self.compressor.begin_step(scheduler_output)
+            result = super().execute_model(scheduler_output)  # type: ignore[misc]
+            self._carried_out = self.compressor.end_step()
+        except Exception as failure:
+            self.compressor.abort_step()
+            if plan_of(scheduler_output) is None or self.is_driver_worker:
+                raise
+            logger.critical(
+                "a rank that could not compress a prompt must not go on, since the others would:"
+                " this process ends, and the engine with it",
+                exc_info=True,
+            )
+            raise SystemExit(1) from failure
+        return result if result is None else self._reporting(result)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's output, with a `StepReport` if there is anything to tell."""
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return output if output is None else self._reporting(output)
+
+    def _reporting(self, output: Any) -> Any:
+        assert self.compressor is not None
+        carried_out, self._carried_out = self._carried_out, None
+        packed = self.compressor.reports.take()
+        if carried_out is None and not packed:
+            return output
+        report = StepReport(carried_out=carried_out, packed=tuple(packed))
+        if isinstance(output, AsyncModelRunnerOutput):
+            wait = output.get_output
+            output.get_output = lambda: _with(wait(), report)
+            return output
+        return _with(output, report)
+
+
+def _with(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
+    output = copy.copy(output)  # vLLM shares one empty output between steps
+    attach_report(output, report)
+    return output
+
+
+def refuse_other_backends(config: VllmConfig, known: Backends) -> None:
+    """Raise ConfigError unless every attention layer runs on one of our backends."""
+    layers = config.compilation_config.static_forward_context.values()
+    others = {
+        layer.attn_backend.get_name()
+        for layer in layers
+        if isinstance(layer, Attention) and not isinstance(layer.impl, CompressedImpl)
+    }
+    if others:
+        names = sorted(backend.name for backend in known)
+        raise ConfigError(
+            f"--kv-compress works with the attention backends {names}, vLLM chose"
+            f" {sorted(others)}; pass --attention-backend {names[0]}, or serve without"
+            " --kv-compress"
+        )
+
+
+def bind_compressor(
+    config: VllmConfig, settings: CompressionConfig, runner: Any, kv_cache_config: KVCacheConfig
+) -> PromptCompressor:
+    """Build the page pool over the runner's KV cache and connect layers and builders to it.
+
+    Raises:
+        SeamError: the runner has more than one group of attention layers, or a layer or a
+            builder that is not ours.
+    """
+    group = kv_cache_config.kv_cache_groups[0]
+    names = sorted(group.layer_names, key=_layer_index)
+    context = config.compilation_config.static_forward_context
+    layers: list[Attention] = [context[name] for name in names]
+    builders = [b for groups in runner.attn_groups for g in groups for b in g.metadata_builders]
+    impls = {type(layer.impl) for layer in layers}
+    wrong = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
+    wrong += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
+    if wrong or len(impls) != 1 or len(builders) != 1 or len(kv_cache_config.kv_cache_groups) != 1:
+        raise SeamError(
+            "compression needs one group of attention layers, all on its own backend; got"
+            f" {len(kv_cache_config.kv_cache_groups)} KV cache groups, {len(builders)} builders"
+            f" and foreign classes {sorted({cls.__name__ for cls in wrong})}"
+        )
+    scales = {layer.impl.scale for layer in layers}
+    if len(scales) != 1:
+        raise SeamError(
+            f"compression needs one factor on the logits in all layers, got {sorted(scales)};"
+            " serve this model without --kv-compress"
+        )
+    block_size = group.kv_cache_spec.block_size
+    caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
+    if caches[0].shape[0] != kv_cache_config.num_blocks:
+        raise SeamError(
+            f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
+            f" {caches[0].shape[0]} for {kv_cache_config.num_blocks} blocks"
+        )
+    pool = PagePool(
+        caches,
+        max_requests=config.scheduler_config.max_num_seqs,
+        max_rows=max_rows(config),
+        max_blocks=max_blocks(config),
+        block_size=block_size,
+    )
+    compressor = PromptCompressor(
+        settings,
+        pool,
+        layers[0].impl.layout(layers[0]),
+        scale=scales.pop(),
+        num_layers=len(layers),
+        queries=(layers[0].impl.num_heads, layers[0].impl.head_size, config.model_config.dtype),
+    )
+    for index, layer in enumerate(layers):
+        layer.impl.bind(compressor, index)
+    builders[0].bind(compressor, batch_order(runner))
+    watch_every_layer(runner, compressor, config.parallel_config)
+    return compressor
+
+
+def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: ParallelConfig) -> None:
+    """Never replay a whole graph in a step whose layers must be seen.
+
+    A replay runs no Python, so that no layer would be scored. It is decode steps that are
+    replayed, and the last token of a prompt alone counts as one. Such a step runs piecewise, or
+    without a graph.
+
+    Data-parallel ranks of a mixture of experts run every step together, on graphs of one shape:
+    they tell each other what they found, and each looks again by what all of them told
+    (``dp_utils``). One that answers differently then would run another graph than the others. One
+    that finds none makes all run without, so that is what a rank with such a step tells.
+    """
+    manager = getattr(runner, "cudagraph_manager", None)
+    if manager is None:
+        return
+    dispatch = manager.dispatch
+
+    def dispatching(
+        num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not compressor.planned:
+            return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+        found = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
+        if found.cg_mode != CUDAGraphMode.FULL and parallel.data_parallel_size == 1:
+            return found
+        return dataclasses.replace(
+            found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs
+        )
+
+    manager.dispatch = dispatching
+
+
+def _layer_index(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+def batch_order(runner: Any) -> BatchOrder:
+    """How this model runner orders its batch: V1 keeps ids, V2 numbers its request table."""
+    if hasattr(runner, "req_states"):
+
+        def from_table(metadata: CommonAttentionMetadata) -> Sequence[str]:
+            table = runner.req_states.index_to_req_id
+            return [table[index] for index in metadata.req_idx.tolist()]
+
+        return from_table
+
+    def from_batch(metadata: CommonAttentionMetadata) -> Sequence[str]:
+        ids: list[str] = runner.input_batch.req_ids
+        return ids[: metadata.num_reqs]
+
+    return from_batch
