@@ -80,7 +80,7 @@ def test_presets(name, allocator, scorer, window):
     assert config.build_scorer() == scorer
     selectors = {"chunkkv": Chunks(size=10, shared=True, reuse=1), "d2o": HeavyRecent(sinks=4)}
     assert config.build_selector() == selectors.get(name, TopK())
-    assert config.names.merge == (name == "d2o")
+    assert config.parts.merge == (name == "d2o")
     assert config.resolved_window == window
     assert (config.budget, config.min_prompt, config.log_requests) == (0.2, 1024, False)
     assert set(PRESETS) == set(METHODS) - {"off", "custom"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcompress_kernels import select as select_ops
+from kvcompress_kernels import contract
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.pipeline import Observed, method_of
 from vllm_kvcompress.plan import Prompt, page_plan
@@ -29,12 +29,12 @@ def on_device(*shape, dtype=torch.float32):
 
 def observed(method, past):
     """What the layers' attention leaves behind, as `Method.observe` gives it."""
-    figures = None
+    stats = {}
     if Reads.VARIANCE in method.allocator.reads:
-        figures = on_device(2)
+        stats = {"entropy": on_device(), "shift": on_device()}
     elif Reads.COLUMN_SUMS in method.allocator.reads:
-        figures = on_device(HEADS)
-    return [Observed(scores=on_device(KV_HEADS, past), figures=figures) for _ in range(LAYERS)]
+        stats = {"column_variance": on_device(HEADS)}
+    return [Observed(scores=on_device(KV_HEADS, past), **stats) for _ in range(LAYERS)]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -71,4 +71,4 @@ def test_integer_budgets():
 
 
 def test_no_kernel_was_needed():
-    assert not select_ops.triton_takes(on_device(1))
+    assert not contract.triton_takes(on_device(1))

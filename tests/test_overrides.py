@@ -119,7 +119,7 @@ def test_another_method_is_its_preset_with_the_engines_gates():
     )
     other = settings_for(engine, {"kv_compress": "snapkv"})
     plain = CompressionConfig.parse({"compress": "snapkv"})
-    assert other.names == plain.names
+    assert other.parts == plain.parts
     assert other.build_scorer() == plain.build_scorer()
     assert (other.min_prompt, other.pressure, other.min_output) == (7, 0.5, 3)
     same = settings_for(engine, {"kv_compress": "cake", "kv_budget": 0.7})

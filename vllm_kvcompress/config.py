@@ -1,6 +1,5 @@
 """Every setting, with its unit, default and check."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -9,9 +8,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import Prompt
+from vllm_kvcompress.parsing import (
+    Alias,
+    Bounds,
+    parse_aliases,
+    parse_bounds,
+    parse_budget,
+    parse_methods,
+    plain,
+)
+from vllm_kvcompress.plan import PagePlan, Prompt, page_plan
 from vllm_kvcompress.policies.allocators import ALLOCATORS
-from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector, choose, closest
+from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector, build, choose, closest
 from vllm_kvcompress.policies.presets import (
     CAOTES,
     CUSTOM,
@@ -25,15 +33,6 @@ from vllm_kvcompress.policies.presets import (
 from vllm_kvcompress.policies.published import published
 from vllm_kvcompress.policies.scorers import SCORERS
 from vllm_kvcompress.policies.selectors import SELECTORS
-from vllm_kvcompress.values import (
-    Alias,
-    Bounds,
-    parse_aliases,
-    parse_bounds,
-    parse_budget,
-    parse_methods,
-    plain,
-)
 
 MAX_WINDOW = 1024
 _OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
@@ -161,11 +160,11 @@ class CompressionConfig(BaseModel):
                 raise ConfigError(f"alias {alias.name!r}: {e}") from None
         if not self.enabled:
             return self
-        names, window = self.names, self.resolved_window
-        if self.base is not None and names.scorer not in CAOTES:
+        parts, window = self.parts, self.resolved_window
+        if self.base is not None and parts.scorer not in CAOTES:
             raise ConfigError(
                 f"base={self.base!r} is for the scorers {sorted(CAOTES)}, and the scorer is"
-                f" {names.scorer!r}; remove base, or set scorer to caote"
+                f" {parts.scorer!r}; remove base, or set scorer to caote"
             )
         if self.base is not None and dict(self.scorer_params).get("base", self.base) != self.base:
             raise ConfigError(
@@ -174,10 +173,10 @@ class CompressionConfig(BaseModel):
             )
         allocator, scorer = self.build_allocator(), self.build_scorer()
         self.build_selector()
-        refuse_nonsense(names)
+        refuse_nonsense(parts)
         if window < 1 and Reads.WINDOW in scorer.reads:
             raise ConfigError(
-                f"scorer {self.names.scorer!r} reads the attention of a window;"
+                f"scorer {self.parts.scorer!r} reads the attention of a window;"
                 f" set window to at least 1, got {window}"
             )
         if window < 2 and Reads.VARIANCE in allocator.reads | scorer.reads:
@@ -289,7 +288,7 @@ class CompressionConfig(BaseModel):
         return self.base or str(dict(self.scorer_params).get("base", "snapkv"))
 
     @property
-    def names(self) -> Preset:
+    def parts(self) -> Preset:
         """The preset with this configuration's replacements."""
         if self.compress == CUSTOM:
             own = self.allocator or "uniform", self.scorer or "snapkv"
@@ -313,24 +312,24 @@ class CompressionConfig(BaseModel):
     @property
     def resolved_window(self) -> int:
         """Observation window in tokens."""
-        return self.names.window
+        return self.parts.window
 
     def build_allocator(self) -> Allocator:
-        name = self.names.allocator
+        name = self.parts.allocator
         defaults = published(name, self.model, self.budget)
-        policy: Allocator = _build("allocator", ALLOCATORS, name, defaults, self.allocator_params)
+        policy: Allocator = build("allocator", ALLOCATORS, name, defaults, self.allocator_params)
         return policy
 
     def build_scorer(self) -> Scorer:
-        defaults = dict(self.names.scorer_params)
+        defaults = dict(self.parts.scorer_params)
         if self.base is not None:
             defaults["base"] = self.base
-        policy: Scorer = _build("scorer", SCORERS, self.names.scorer, defaults, self.scorer_params)
+        policy: Scorer = build("scorer", SCORERS, self.parts.scorer, defaults, self.scorer_params)
         return policy
 
     def build_selector(self) -> Selector:
-        policy: Selector = _build(
-            "selector", SELECTORS, self.names.selector, {}, self.selector_params
+        policy: Selector = build(
+            "selector", SELECTORS, self.parts.selector, {}, self.selector_params
         )
         return policy
 
@@ -344,9 +343,18 @@ class CompressionConfig(BaseModel):
         share = Fraction(repr(self.budget)) * tokens
         return max(math.floor(share), self.resolved_window + 1)
 
+    def page_plan(self, num_layers: int, tokens: int, block_size: int) -> PagePlan | None:
+        """What becomes of a prompt of `tokens`: None when it is left whole.
+
+        Because it is shorter than `min_prompt`, or because the budget keeps all its full blocks.
+        """
+        if tokens < max(self.min_prompt, 1):
+            return None
+        return page_plan(self.prompt(num_layers, tokens), block_size)
+
     def prompt(self, num_layers: int, tokens: int) -> Prompt:
         total = None
-        if not isinstance(self.budget, int) and ALLOCATORS[self.names.allocator].exact_ratio:
+        if not isinstance(self.budget, int) and ALLOCATORS[self.parts.allocator].exact_ratio:
             share = round(Fraction(repr(self.budget)) * tokens * num_layers)
             total = max(share, num_layers * (self.resolved_window + 1))
         return Prompt(
@@ -356,31 +364,6 @@ class CompressionConfig(BaseModel):
             budget=self.tokens_per_layer(tokens),
             total=total,
         )
-
-
-def _build(
-    role: str,
-    table: Mapping[str, type[Any]],
-    name: str,
-    defaults: Mapping[str, Any],
-    params: Params,
-) -> Any:
-    policy = choose(role, table, name)
-    known = {f.name: f for f in dataclasses.fields(policy)}
-    for key, value in params:
-        if key not in known:
-            raise ConfigError(
-                f"{role} {name!r} has no parameter {key!r}{closest(key, known)}"
-                f" (known: {sorted(known)})"
-            )
-        wants = type(known[key].default)
-        fits = isinstance(value, wants) or (wants is float and isinstance(value, int))
-        if isinstance(value, bool) is not (wants is bool) or not fits:
-            raise ConfigError(
-                f"{role} {name!r}: {key} must be a {wants.__name__} like {known[key].default!r},"
-                f" got {value!r}"
-            )
-    return policy(**{**defaults, **dict(params)})
 
 
 def _one_sentence(error: ValidationError) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.base import Reads
@@ -92,7 +93,7 @@ def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
     most = 0
     for variant in settings.variants:
         staged = _most_pages(sizes, settings, variant) * page
-        most = max(most, staged * sizes.kv_heads + merged if variant.names.merge else staged)
+        most = max(most, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
     return most
 
 
@@ -100,15 +101,15 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
     """Pages that the longest prompt keeps at most, at the largest budget a request may ask for."""
 
     def pages(budget: float | int, otherwise: int) -> int:
+        if isinstance(budget, int) and budget <= variant.resolved_window:
+            return 0  # nobody may ask that of this method
         prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
         plan = page_plan(prompt, sizes.block_size)
         return otherwise if plan is None else plan.pages
 
-    most = pages(variant.budget, 0)
+    budgets = largest_budgets(settings)
     every = sizes.layers * (sizes.longest // sizes.block_size)
-    if settings.allow_override and not settings.budget_bounds:
-        return every
-    for _, high in settings.budget_bounds:
-        if isinstance(high, float) or high > variant.resolved_window:
-            most = max(most, pages(high, every))  # a little less than everything is compressed
-    return most
+    most = [pages(budget, 0) for budget in (variant.budget, *budgets.given)]
+    # where a budget keeps everything, one a little below it compresses
+    most += [pages(budget, every) for budget in budgets.named]
+    return max(most)

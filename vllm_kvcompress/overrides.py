@@ -3,11 +3,11 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.values import Alias, parse_budget
+from vllm_kvcompress.parsing import Alias, parse_budget
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 _KEYS = (COMPRESS, BUDGET)
@@ -69,6 +69,27 @@ def refuse_taken(
                 f"alias {alias.name!r} is already the name of {taken[alias.name]}; choose another"
                 " for the alias"
             )
+
+
+class LargestBudgets(NamedTuple):
+    """The largest budgets that requests can come by, whatever their method."""
+
+    given: tuple[float | int, ...]
+    """The engine's own, and those that aliases stand for."""
+    named: tuple[float | int, ...]
+    """The upper ends of what a request may name itself; empty where it may name nothing."""
+
+
+def largest_budgets(settings: CompressionConfig) -> LargestBudgets:
+    """What decides how much one request can take at most.
+
+    Where a request may name a method, it may do so under an alias and leave the budget to it.
+    """
+    if not settings.allow_override:
+        return LargestBudgets((settings.budget,), ())
+    aliases = tuple(alias.budget for alias in settings.alias if alias.budget is not None)
+    named = tuple(high for _, high in settings.budget_bounds) or (1.0,)
+    return LargestBudgets((settings.budget, *aliases), named)
 
 
 def how_to_ask(settings: CompressionConfig) -> dict[str, str]:

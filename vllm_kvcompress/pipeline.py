@@ -45,11 +45,15 @@ class Observed:
 
     Args:
         scores: ``[Hkv, P]`` float32; None where the selector uses another layer's.
-        figures: what the allocator needs as float32 numbers, ``[k]``; empty when it needs none.
+        entropy, shift: scalars float32, CAKE's H and V (`LayerStats`); None unless the allocator
+            reads them.
+        column_variance: ``[Hq]`` float32, D2O's, likewise.
     """
 
     scores: torch.Tensor | None
-    figures: torch.Tensor | None
+    entropy: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    column_variance: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ class Method:
                 value_pages=where.value_pages, pages=where.pages, tokens=plan.tokens
             ),
         )
-        figures = None
+        entropy = shift = column_variance = None
         if query is not None:
             seen = window_scores(
                 query,
@@ -119,13 +123,17 @@ class Method:
                 last=seen.last,
             )
             if Reads.VARIANCE in self.allocator.reads:
-                figures = torch.stack([seen.entropy, seen.shift])
+                entropy, shift = seen.entropy, seen.shift
         if Reads.COLUMN_SUMS in self.allocator.reads and sums is not None:
-            figures = sums.var(-1)  # ddof 1
-        wanted = self.selector.source(where.layer) == where.layer
-        if wanted or Reads.SCORES in self.allocator.reads:
-            return Observed(scores=self.scorer.score(columns), figures=figures)
-        return Observed(scores=None, figures=figures)
+            column_variance = sums.var(-1)  # ddof 1
+        scored = self.selector.source(where.layer) == where.layer
+        scored = scored or Reads.SCORES in self.allocator.reads
+        return Observed(
+            scores=self.scorer.score(columns) if scored else None,
+            entropy=entropy,
+            shift=shift,
+            column_variance=column_variance,
+        )
 
     def layer_pages(self, plan: PagePlan, layers: Sequence[Observed]) -> torch.Tensor:
         """``[L]`` int64: pages that each layer keeps (`layer_pages`)."""
@@ -136,10 +144,13 @@ class Method:
             return LayerStats(scores=torch.stack(_known(layer.scores for layer in layers)))
         if not self.allocator.reads:
             return None
-        figures = torch.stack(_known(layer.figures for layer in layers))
         if Reads.COLUMN_SUMS in self.allocator.reads:
-            return LayerStats(column_variance=figures)
-        return LayerStats(entropy=figures[:, 0], shift=figures[:, 1])
+            variances = torch.stack(_known(layer.column_variance for layer in layers))
+            return LayerStats(column_variance=variances)
+        return LayerStats(
+            entropy=torch.stack(_known(layer.entropy for layer in layers)),
+            shift=torch.stack(_known(layer.shift for layer in layers)),
+        )
 
     def select(
         self,
@@ -186,7 +197,7 @@ def method_of(settings: CompressionConfig) -> Method:
         allocator=settings.build_allocator(),
         scorer=settings.build_scorer(),
         selector=settings.build_selector(),
-        merge=settings.names.merge,
+        merge=settings.parts.merge,
     )
 
 

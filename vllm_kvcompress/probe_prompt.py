@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.plan import PagePlan
 
 ANSWER = 24  # tokens of the answer while which blocks are counted
 
@@ -37,9 +37,7 @@ class Limits:
 
     def plan(self, tokens: int) -> PagePlan | None:
         """What becomes of a prompt of `tokens`; None when it is left whole."""
-        if tokens < self.settings.min_prompt:
-            return None
-        return page_plan(self.settings.prompt(self.layers, tokens), self.block_size)
+        return self.settings.page_plan(self.layers, tokens, self.block_size)
 
     def shortest(self, at_least: int = 0) -> int:
         """The length of a prompt that is compressed and gives back blocks, with half a block over.

@@ -61,7 +61,7 @@ def test_each_layer_gets_its_own_pages():
     counts = torch.tensor([3, 0, 1, 2, 2], dtype=torch.int32)
     given = pool.destination([7, 4])[:8]
     assert given[:LAYERS].tolist() == [200 * layer + 7 for layer in range(LAYERS)]
-    table = pool.admit("r", given, counts, 9)
+    table = pool.assign("r", given, counts, 9)
     want = given.split(counts.tolist())
     for layer, pages in enumerate(want):
         assert table[layer].tolist() == [*pages.tolist(), *[0] * (80 - len(pages))]
@@ -73,4 +73,4 @@ def test_each_layer_gets_its_own_pages():
 def test_a_prompt_of_which_only_the_tail_stays():
     pool = pool_on("cpu")
     none = torch.zeros(LAYERS, dtype=torch.int32)
-    assert not pool.admit("r", pool.destination([]), none, 2).any()
+    assert not pool.assign("r", pool.destination([]), none, 2).any()

@@ -1,4 +1,4 @@
-"""CAKE's cascade, DynamicKV and D2O: METHODS 2.3 to 2.5."""
+"""CAKE, DynamicKV and D2O: METHODS 2.3 to 2.5."""
 
 import math
 
@@ -27,35 +27,12 @@ def of_shifts(shifts):
     return LayerStats(entropy=torch.ones_like(shift), shift=shift)
 
 
-# -- CAKE's cascade ---------------------------------------------------------------------------
+# -- CAKE ---------------------------------------------------------------------------------------
 
 
-@prop
-@given(
-    st.lists(st.floats(0, 50) | st.just(0.0), min_size=1, max_size=40),
-    st.integers(1, 200),
-    st.integers(1, 600),
-)
-def test_cascade_is_one_shot_and_bounded(decades, base, past):
-    """Sizes never grow, a stage holds at most T + m + 1, and the last is `allocate`."""
-    stats = of_shifts(math.exp(-d) for d in decades)
-    p = prompt(len(decades), base + 4, 4, past + 4)
-    held: list[int] = []
-    for stage, sizes in enumerate(Cake().cascade(p, stats)):
-        sizes = sizes.tolist()
-        assert len(sizes) == stage + 1
-        assert all(now <= before for now, before in zip(sizes, held))  # noqa: B905
-        assert sum(sizes) <= p.past_total + stage + 1
-        assert all(0 <= size <= p.past for size in sizes)
-        held = sizes
-    assert held == Cake().allocate(p, stats).tolist()
-
-
-def test_cascade_of_the_worked_example():
+def test_cake_of_the_worked_example():
     stats = of_shifts((1, 20, 20, 100))
-    stages = [sizes.tolist() for sizes in Cake().cascade(prompt(4, 15, 4, 24), stats)]
-    assert stages[0] == [20]
-    assert stages[-1] == [0, 12, 12, 20]
+    assert Cake().allocate(prompt(4, 15, 4, 24), stats).tolist() == [0, 12, 12, 20]
 
 
 # -- DynamicKV --------------------------------------------------------------------------------

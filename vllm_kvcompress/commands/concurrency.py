@@ -11,7 +11,8 @@ from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.memory import Sizes, extra_bytes
-from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.overrides import largest_budgets
+from vllm_kvcompress.plan import PagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,19 +203,17 @@ def _plan(
     """How much of the prompt is kept, or why it is left whole."""
     if not settings.enabled:
         return None, "only requests that ask for it are compressed"
-    plan = page_plan(settings.prompt(sizes.layers, load.prompt), sizes.block_size)
+    plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size)
     whole = _left_whole(settings, load, plan)
     return (plan, None) if whole is None else (None, whole)
 
 
 def _most(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
     """The request that takes the most of those that may be asked for: what it asks, its blocks."""
-    methods, budgets = {settings.compress, *settings.allow_override}, [settings.budget]
+    methods = {settings.compress, *settings.allow_override}
     if settings.allow_override:
-        # under an alias a request may name one of the two and leave the other to the alias
         methods |= {alias.method for alias in settings.alias}
-        budgets = [*([high for _, high in settings.budget_bounds] or [1.0]), settings.budget]
-        budgets += [alias.budget for alias in settings.alias if alias.budget is not None]
+    budgets = [*largest_budgets(settings).named, *largest_budgets(settings).given]
     asked: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
     asked += [(f"the name {alias.name}", settings.granted(alias)) for alias in settings.alias]
     for method in sorted(methods - {"off"}):

@@ -20,7 +20,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.demo.text import QUESTION, english
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kept import KeptMap
-from vllm_kvcompress.values import parse_budget
+from vllm_kvcompress.parsing import parse_budget
 
 _BUCKETS = 240  # parts of a prompt that the picture tells apart
 _LEAST_TO_DRAW = 2048  # tokens of a prompt that shows something

@@ -1,9 +1,10 @@
 """The roles a method can play, and how a name becomes a class."""
 
+import dataclasses
 import difflib
 import enum
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -93,3 +94,38 @@ def choose(role: str, table: Mapping[str, T], name: str) -> T:
         return table[name]
     hint = closest(name, table) or ";"
     raise ConfigError(f"{role}={name!r} is unknown{hint} choose from {sorted(table)}")
+
+
+def build(
+    role: str,
+    table: Mapping[str, type[Any]],
+    name: str,
+    defaults: Mapping[str, Any],
+    params: Iterable[tuple[str, Any]],
+) -> Any:
+    """The class that `table` has under `name`, made with its parameters.
+
+    Args:
+        role: allocator, scorer or selector.
+        defaults: what stands in for the class's own defaults.
+        params: what was asked for; wins over both.
+
+    Raises:
+        ConfigError: the name or a parameter is unknown, or a value is of another type.
+    """
+    policy = choose(role, table, name)
+    known = {f.name: f for f in dataclasses.fields(policy)}
+    for key, value in params:
+        if key not in known:
+            raise ConfigError(
+                f"{role} {name!r} has no parameter {key!r}{closest(key, known)}"
+                f" (known: {sorted(known)})"
+            )
+        wants = type(known[key].default)
+        fits = isinstance(value, wants) or (wants is float and isinstance(value, int))
+        if isinstance(value, bool) is not (wants is bool) or not fits:
+            raise ConfigError(
+                f"{role} {name!r}: {key} must be a {wants.__name__} like {known[key].default!r},"
+                f" got {value!r}"
+            )
+    return policy(**{**defaults, **dict(params)})

@@ -35,6 +35,23 @@ class Finished:
     sums: Mapping[int, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """What all layers of one prompt keep, and where it goes.
+
+    Args:
+        prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
+        kept: ``[L, Hkv, n]`` int32 positions; those of the tail among them if tokens merge.
+        counts: ``[L]`` int32, pages without the tail.
+        targets: ``[L, n // bs]`` int32, where those go.
+    """
+
+    prompt: torch.Tensor
+    kept: torch.Tensor
+    counts: torch.Tensor
+    targets: torch.Tensor
+
+
 class Packer:
     """Packs prompts within the page pool of one worker, whose pages ops read and write themselves.
 
@@ -85,38 +102,24 @@ class Packer:
         pages = method.layer_pages(plan, layers)
         counts = to_device(pages, torch.int32, self.pool.pages.device)
         free = self.pool.destination(todo.destination)[: plan.pages]
-        targets = self.pool.admit(todo.request_id, free, counts, plan.full_blocks)
+        targets = self.pool.assign(todo.request_id, free, counts, plan.full_blocks)
         prompt = self.pool.every_layer(finished.blocks)
         kept = method.select(layers, plan, pages, tail=method.merge)
         del layers
         targets = targets[:, : kept.shape[2] // plan.block_size]
-        self._move(finished, prompt, kept, counts, targets)
+        self._move(finished, Move(prompt=prompt, kept=kept, counts=counts, targets=targets))
         return pages
 
-    def _move(
-        self,
-        finished: Finished,
-        prompt: torch.Tensor,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> None:
-        """Write what is kept to its pages.
-
-        Args:
-            prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
-            kept: ``[L, Hkv, n]`` int32 positions; those of the tail among them if tokens merge.
-            counts: ``[L]`` int32, pages without the tail.
-            targets: ``[L, n // bs]`` int32, where those go.
-        """
-        todo, plan, method = finished.todo, finished.todo.plan, finished.method
-        if todo.in_place:
-            self._in_place(plan, method, prompt, kept, counts, targets)
+    def _move(self, finished: Finished, move: Move) -> None:
+        """Write what is kept to its pages."""
+        plan, method = finished.todo.plan, finished.method
+        if finished.todo.in_place:
+            self._in_place(plan, method, move)
         elif method.merge:
-            self._merge(plan, prompt, kept, counts, targets, (self.keys, self.values))
+            self._merge(plan, move, move.targets, (self.keys, self.values))
         else:
             cache = self.keys, self.values
-            move_kept(*cache, prompt, kept, counts, targets, into=cache)
+            move_kept(*cache, move.prompt, move.kept, move.counts, move.targets, into=cache)
 
     def observe(self, layer: int, finished: Finished) -> Observed:
         """Score one layer of a prompt (`Method.observe`)."""
@@ -134,22 +137,15 @@ class Packer:
             sums = finished.sums[layer]
         return method.observe(self.where(layer, finished.blocks, reads), plan, query, sums)
 
-    def _in_place(
-        self,
-        plan: PagePlan,
-        method: Method,
-        prompt: torch.Tensor,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> None:
+    def _in_place(self, plan: PagePlan, method: Method, move: Move) -> None:
         """Through a staging buffer: a layer's target may be another layer's source.
 
         All is read before any is written. KV heads do not meet, so they take turns in a buffer of
         one head's pages; merged tokens are staged together.
         """
-        column = torch.arange(targets.shape[1], device=counts.device)
-        where = (counts.cumsum(0) - counts)[:, None] + column
+        counts = move.counts
+        column = torch.arange(move.targets.shape[1], device=counts.device)
+        rooms = (counts.cumsum(0) - counts)[:, None] + column  # of the staging buffer
         heads = [slice(h, h + 1) for h in range(self.keys.shape[1])]
         if method.merge:
             heads = [slice(None)]
@@ -157,42 +153,32 @@ class Packer:
             part = self.keys[:, head], self.values[:, head]
             staged = _like(part[0].mT, plan.pages).mT, _like(part[1], plan.pages)
             if method.merge:
-                self._merge(plan, prompt, kept, counts, where, staged)
+                self._merge(plan, move, rooms, staged)
             else:
-                move_kept(*part, prompt, kept[:, head], counts, where, into=staged)
-            move_kept(*staged, where, None, counts, targets, into=part)
+                move_kept(*part, move.prompt, move.kept[:, head], counts, rooms, into=staged)
+            move_kept(*staged, rooms, None, counts, move.targets, into=part)
 
-    def _merge(
-        self,
-        plan: PagePlan,
-        prompt: torch.Tensor,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        where: torch.Tensor,
-        into: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
+    def _merge(self, plan: PagePlan, move: Move, targets: torch.Tensor, into: PageViews) -> None:
         """Write kept tokens, merged, to their pages; those of the tail where they are.
 
         Layer by layer, since merged tokens are float32 and the host knows only how many they can
         be at most.
 
         Args:
-            prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
-            kept: ``[L, Hkv, n]`` int32, the tail's positions among them.
-            counts: ``[L]`` int32, pages without the tail.
-            where: ``[L, n // bs]`` int, where those go, in the key and value pages `into`.
+            move: `kept` has the tail's positions among its own.
+            targets: ``[L, n // bs]`` int, where the pages go, in the key and value pages `into`.
         """
-        own = torch.arange(where.shape[1], device=counts.device)[None]
+        own = torch.arange(targets.shape[1], device=targets.device)[None]
         for layer in range(self.num_layers):
-            one = slice(layer, layer + 1)
-            cache = self.keys, self.values
-            pages, tail = merged_pages(plan, *cache, prompt[one], kept[one], counts[one])
-            last = prompt[layer, -1:]
+            row = slice(layer, layer + 1)
+            prompt, kept, counts = move.prompt[row], move.kept[row], move.counts[row]
+            pages, tail = merged_pages(plan, self.keys, self.values, prompt, kept, counts)
+            last = prompt[0, -1:]
             for part, tokens in zip((self.keys.mT, self.values), tail, strict=True):
                 # the tail's block is the request's own: no hash, no other reader
                 part[:, :, : plan.tail][last] = tokens[None]
             keys, values = pages
-            move_kept(keys.mT, values, own, None, counts[one], where[one], into=into)
+            move_kept(keys.mT, values, own, None, counts, targets[row], into=into)
 
 
 def merged_pages(

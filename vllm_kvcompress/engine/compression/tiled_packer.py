@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvcompress.engine.compression.packer import Finished, Packer, merged_pages
+from vllm_kvcompress.engine.compression.packer import Finished, Move, Packer, merged_pages
 from vllm_kvcompress.engine.pages.layouts import PageViews, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.pipeline import PagedLayer
@@ -47,20 +47,14 @@ class TiledPacker(Packer):
             scale=self._scale,
         )
 
-    def _move(
-        self,
-        finished: Finished,
-        prompt: torch.Tensor,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> None:
+    def _move(self, finished: Finished, move: Move) -> None:
         """In place all layers are read before any is written: one's target is another's source."""
         plan, waiting = finished.todo.plan, []
-        for layer, count in enumerate(counts.tolist()):
-            what = prompt[layer], kept[layer][None], counts[layer : layer + 1]
-            stage = self._merged if finished.method.merge else self._kept
-            waiting.append((targets[layer, :count].long(), stage(plan, *what)))
+        stage = self._merged if finished.method.merge else self._kept
+        for layer, count in enumerate(move.counts.tolist()):
+            row = slice(layer, layer + 1)
+            kept = stage(plan, move.prompt[layer], move.kept[row], move.counts[row])
+            waiting.append((move.targets[layer, :count].long(), kept))
             if not finished.todo.in_place:
                 self._write(waiting)
         self._write(waiting)

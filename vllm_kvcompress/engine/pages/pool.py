@@ -138,7 +138,7 @@ class PagePool:
         ids = async_tensor_h2d(list(blocks), device=self.pages.device, dtype=torch.int64)
         return self.every_layer(ids).T.flatten()
 
-    def admit(
+    def assign(
         self, request_id: str, pages: torch.Tensor, counts: torch.Tensor, first_block: int
     ) -> torch.Tensor:
         """From now on the request reads packed pages, then its blocks from `first_block` on.

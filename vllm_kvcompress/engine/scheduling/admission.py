@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.overrides import settings_for
-from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.plan import PagePlan
 
 logger = init_logger("vllm.kvcompress")
 
@@ -89,9 +89,7 @@ class Admissions:
 
     def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""
-        if tokens < max(settings.min_prompt, 1):
-            return None
-        return page_plan(settings.prompt(self._num_layers, tokens), self._block_size)
+        return settings.page_plan(self._num_layers, tokens, self._block_size)
 
     def share_in_use(self, tokens: int) -> float:
         """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""

@@ -90,9 +90,9 @@ def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
     if settings.pressure:
         logger.info("prompts are left whole below %g of the pool in use", settings.pressure)
     for variant in settings.variants:
-        names = variant.names
-        if given := published(names.allocator, settings.model, variant.budget):
-            logger.info("published for this model: %s %s", names.allocator, given)
+        parts = variant.parts
+        if given := published(parts.allocator, settings.model, variant.budget):
+            logger.info("published for this model: %s %s", parts.allocator, given)
         if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
             logger.info(
                 "%s reads the attention of the whole prompt: prompts that it compresses fill the"

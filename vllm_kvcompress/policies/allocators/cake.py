@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.budgets import apportion, pour
+from vllm_kvcompress.policies.budgets import apportion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +52,6 @@ class Cake:
         entropy, shift = _figures(stats, prompt.num_layers)
         caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)
         return apportion(self.preferences(entropy, shift), prompt.past_total, caps)
-
-    def cascade(self, prompt: Prompt, stats: LayerStats) -> Iterator[torch.Tensor]:
-        """Past tokens held by the layers so far, after each layer (CAKE, algorithm 1).
-
-        A layer may be cut to its size as soon as the next ones are known: sizes never grow, the
-        sum after layer m is at most the total budget + m + 1, and the last stage is `allocate`.
-        Stages round up, because a layer that joins can only lower the others' level.
-        """
-        entropy, shift = _figures(stats, prompt.num_layers)
-        caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)
-        held = caps
-        for stage in range(1, prompt.num_layers):
-            preferences = self.preferences(entropy[:stage], shift[:stage])
-            shares = pour(preferences, prompt.past_total, caps[:stage])
-            bounds = (shares - 1e-9).ceil().long()
-            held = torch.cat([held[:stage].minimum(bounds), caps[stage:]])
-            yield held[:stage]
-        yield self.allocate(prompt, stats)
 
 
 def _figures(stats: LayerStats | None, layers: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,70 @@
+"""The memory that compression takes covers whatever a request may ask for."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.memory import Sizes, extra_bytes
+from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.policies.presets import PRESETS
+
+SIZES = Sizes(
+    layers=4, heads=8, kv_heads=2, head_dim=64, itemsize=2, longest=4099, block_size=16,
+    max_requests=8,
+)  # fmt: skip
+METHODS = st.sampled_from(sorted(PRESETS))
+BUDGETS = st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0, 64, 700, 4000, 5000])
+BOUNDS = st.sampled_from(["", "0.05:0.3", "64:900", "0.1:0.4,100:2000"])
+
+
+@st.composite
+def engines(draw):
+    """Settings of an engine; None where they contradict each other."""
+    given = {"compress": draw(METHODS | st.just("off")), "budget": draw(BUDGETS)}
+    if draw(st.booleans()):
+        methods = draw(st.lists(METHODS, min_size=1, max_size=3))
+        given |= {"allow_override": methods}
+        if bounds := draw(BOUNDS):
+            given |= {"budget_bounds": bounds}
+    aliases = draw(st.dictionaries(st.sampled_from("ab"), st.tuples(METHODS, BUDGETS), max_size=2))
+    given |= {"alias": {name: f"{method}:{budget}" for name, (method, budget) in aliases.items()}}
+    try:
+        engine = CompressionConfig.parse(given)
+    except ConfigError:
+        return None
+    return engine if engine.active else None
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    engines(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "kv_compress": METHODS,
+            "kv_budget": BUDGETS | st.floats(0.01, 0.999),
+            "kv_alias": st.sampled_from("ab"),
+        },
+    ),
+)
+def test_no_request_takes_more_than_was_set_aside(engine, asked):
+    if engine is None:
+        return
+    try:
+        own = settings_for(engine, asked)
+    except OverrideError:
+        return
+    if own is not None:
+        assert extra_bytes(SIZES, own) <= extra_bytes(SIZES, engine)
+
+
+def test_an_aliass_budget_counts_for_a_method_that_is_asked_for_under_it():
+    """Bounds do not bind an alias, and d2o stages more than snapkv does."""
+    engine = CompressionConfig.parse(
+        {"compress": "snapkv", "budget": 0.1, "allow_override": "d2o", "budget_bounds": "0.1:0.2"}
+        | {"alias": {"most": "snapkv:0.9"}}
+    )
+    own = settings_for(engine, {"kv_alias": "most", "kv_compress": "d2o"})
+    assert (own.compress, own.budget) == ("d2o", 0.9)
+    assert extra_bytes(SIZES, own) <= extra_bytes(SIZES, engine)
