@@ -8,7 +8,7 @@ import atexit
 import functools
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +124,28 @@ class Engine:
         """Let what async scheduling still has in flight come back."""
         for _ in range(3):
             self.llm.llm_engine.step()
+
+    def watch_packing(
+        self, look: Callable[[Any], Any], after: Callable[[Any, Any], Any] = lambda *_: None
+    ) -> list[Any]:
+        """From now on: what `look` makes of each prompt that is about to be packed, in order.
+
+        Args:
+            look: takes the packer's `Finished`.
+            after: called with it and the pages that each layer keeps, once it is packed.
+        """
+        seen: list[Any] = []
+        packer = self.compressor.packer
+        pack = packer.pack
+
+        def packing(finished: Any) -> Any:
+            seen.append(look(finished))
+            pages = pack(finished)
+            after(finished, pages)
+            return pages
+
+        packer.pack = packing
+        return seen
 
     def watch_preemptions(self) -> dict[str, list[int]]:
         """From now on: per request (as submitted), how many tokens it had each time it resumed.

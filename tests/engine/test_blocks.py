@@ -95,12 +95,7 @@ def test_trap_17_without_free_blocks_the_prompts_own_blocks_serve(model):
             max_model_len=length + 24,
             enable_prefix_caching=caching,
         ) as llm:
-            used = []
-            pack = llm.compressor.packer.pack
-            llm.compressor.packer.pack = lambda f, pack=pack, used=used: (
-                used.append(f.todo.in_place),
-                pack(f),
-            )[1]
+            used = llm.watch_packing(lambda finished: finished.todo.in_place)
             assert [llm.generate([prompt], 20)[0] for prompt in prompts] == roomy
             assert used == [True, True]
             assert llm.free_blocks == full

@@ -175,7 +175,7 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_
 
     On Blackwell vLLM's first choice is a backend that is not ours: FLASH_ATTN is chosen there.
     """
-    script = Path(__file__).parents[1] / "cuda_platform.py"
+    script = Path(__file__).with_name("cuda_platform.py")
     done = subprocess.run(
         [sys.executable, str(script), make("llama-gqa", checkpoints_folder), gpu],
         capture_output=True,

@@ -107,8 +107,7 @@ def test_a_decision_stays_through_preemption(model, crowded):
         max_model_len=1024,
         enable_prefix_caching=False,
     ) as llm:
-        packed, pack = [], llm.compressor.packer.pack
-        llm.compressor.packer.pack = lambda f: (packed.append(f.todo.request_id[0]), pack(f))[1]
+        packed = llm.watch_packing(lambda finished: finished.todo.request_id[0])
         if crowded:
             llm.submit("other", other, 200)
             llm.step()

@@ -49,12 +49,7 @@ def test_trap_16_prompts_under_the_threshold_are_vllms_own_output(name, plain, c
 def test_first_token_is_the_full_caches_with_every_method(name, method, plain, checkpoints_folder):
     budget = 0.2
     with engine(make(name, checkpoints_folder), additional_config=settings(method, budget)) as llm:
-        plans = []
-        pack = llm.compressor.packer.pack
-        llm.compressor.packer.pack = lambda finishing: (
-            plans.append(finishing.todo.plan),
-            pack(finishing),
-        )[1]
+        plans = llm.watch_packing(lambda finished: finished.todo.plan)
         got = llm.generate(PROMPTS)
         whole = [length for length in LENGTHS if length >= 128]
         assert sorted(plan.tokens for plan in plans) == sorted(whole)

@@ -52,19 +52,16 @@ def record(llm) -> dict[int, list[tuple[torch.Tensor, ...]]]:
 def watch_selections(llm) -> list[list[torch.Tensor]]:
     """Per compression, the positions that each layer kept in pages."""
     packer = llm.compressor.packer
-    made, pack = [], packer.pack
 
-    def packing(finishing):
+    def selected(finishing):
         seen = [packer.observe(layer, finishing) for layer in range(packer.num_layers)]
         plan, method = finishing.todo.plan, finishing.method
         pages = method.layer_pages(plan, seen)
         counts = (pages * plan.block_size).tolist()
         kept = zip(method.select(seen, plan, pages), counts, strict=True)
-        made.append([positions[:, :count].long() for positions, count in kept])
-        return pack(finishing)
+        return [positions[:, :count].long() for positions, count in kept]
 
-    packer.pack = packing
-    return made
+    return llm.watch_packing(selected)
 
 
 def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:

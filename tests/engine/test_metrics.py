@@ -84,14 +84,12 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         async_scheduling=asynchronous,
     ) as llm:
         preempted = llm.watch_preemptions()
-        ids, answers, pack = {}, {}, llm.compressor.packer.pack
+        ids, answers = {}, {}
 
-        def packing(finished):
-            pages = pack(finished)
+        def note(finished, pages):
             ids[finished.todo.request_id] = finished.todo, pages.tolist()
-            return pages
 
-        llm.compressor.packer.pack = packing
+        llm.watch_packing(lambda finished: finished, note)
         for index in range(40):
             ask = rng.choice([None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}])
             prompt = tokens(rng.randint(20, 700), seed=index)

@@ -160,15 +160,9 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     ) as llm:
         free = llm.free_blocks
         resumed = llm.watch_preemptions()
-        packed: set[str] = set()
-        pack = llm.compressor.packer.pack
-
-        def packing(finished):
-            packed.add(finished.todo.request_id.split("-")[0])
-            return pack(finished)
-
-        llm.compressor.packer.pack = packing
+        ids = llm.watch_packing(lambda finished: finished.todo.request_id.split("-")[0])
         done, aborted = send(llm, todo)
+        packed = set(ids)
         assert llm.free_blocks == free
         manager, compressor = llm.manager, llm.compressor
         left = [

@@ -20,15 +20,12 @@ def model(checkpoints_folder):
 
 def watch_packing(llm) -> list:
     """Every compression of the engine, as (tokens computed so far, plan)."""
-    seen, pack = [], llm.compressor.packer.pack
 
-    def packing(finishing):
+    def computed(finishing):
         running = {r.request_id: r for r in llm.scheduler.running}
-        seen.append((running[finishing.todo.request_id].num_computed_tokens, finishing.todo))
-        return pack(finishing)
+        return running[finishing.todo.request_id].num_computed_tokens, finishing.todo
 
-    llm.compressor.packer.pack = packing
-    return seen
+    return llm.watch_packing(computed)
 
 
 def test_trap_01_only_the_last_chunk_arms(model):

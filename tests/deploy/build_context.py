@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def copy_context(target: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OVERLAYS = ROOT / "deploy" / "overlays"
 # What an operator applies: of example also the folders of its prefetch Job and its canary.
 NAMES = sorted([path.name for path in OVERLAYS.iterdir()] + ["example/canary", "example/prefetch"])
