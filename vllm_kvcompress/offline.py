@@ -15,6 +15,7 @@ import torch
 
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
@@ -117,7 +118,16 @@ def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.T
     reads = method.reads_of(where.layer)
     if Reads.COLUMN_SUMS in reads:
         sums = column_sums(rows, where.key_pages, where.pages, plan.tokens, where.scale)
-    window = rows[plan.tokens - plan.window :] if Reads.WINDOW in reads else None
+    window = None
+    if Reads.WINDOW in reads:
+        window = window_scores(
+            rows[plan.tokens - plan.window :],
+            where.key_pages,
+            where.pages,
+            plan.tokens,
+            where.scale,
+            variance=Reads.VARIANCE in method.reads,
+        )
     return method.observe(where, plan, window, sums)
 
 

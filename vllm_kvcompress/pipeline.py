@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from kvcompress_kernels.window_scores import window_scores
+from kvcompress_kernels.window_scores import WindowScores
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns, LayerStats, PagedValues, PagePlan
@@ -83,14 +83,14 @@ class Method:
         self,
         where: PagedLayer,
         plan: PagePlan,
-        query: torch.Tensor | None,
+        window: WindowScores | None,
         sums: torch.Tensor | None,
     ) -> Observed:
         """Score one layer of a prompt whose keys and values are all in their pages.
 
         Args:
-            query: ``[w, Hq, D]``, the window's queries, rotated; None unless `reads_of` the layer
-                has WINDOW.
+            window: what the observation window thinks of the layer's past, with its variance if
+                `reads` has it; None unless `reads_of` the layer has WINDOW.
             sums: ``[Hq, S]`` float32 column sums; None unless it has COLUMN_SUMS.
         """
         past = plan.prompt.past
@@ -105,25 +105,17 @@ class Method:
             ),
         )
         entropy = shift = column_variance = None
-        if query is not None:
-            seen = window_scores(
-                query,
-                where.key_pages,
-                where.pages,
-                plan.tokens,
-                where.scale,
-                variance=Reads.VARIANCE in self.reads,
-            )
+        if window is not None:
             columns = replace(
                 columns,
                 rows=plan.window,
-                total=seen.total,
-                variance=seen.variance,
-                recent=seen.recent,
-                last=seen.last,
+                total=window.total,
+                variance=window.variance,
+                recent=window.recent,
+                last=window.last,
             )
             if Reads.VARIANCE in self.allocator.reads:
-                entropy, shift = seen.entropy, seen.shift
+                entropy, shift = window.entropy, window.shift
         if Reads.COLUMN_SUMS in self.allocator.reads and sums is not None:
             column_variance = sums.var(-1)  # ddof 1
         scored = self.selector.source(where.layer) == where.layer

@@ -54,7 +54,7 @@ def watch_selections(llm) -> list[list[torch.Tensor]]:
     packer = llm.compressor.packer
 
     def selected(finishing):
-        seen = [packer.observe(layer, finishing) for layer in range(packer.num_layers)]
+        seen = packer.observe(finishing)
         plan, method = finishing.todo.plan, finishing.method
         pages = method.layer_pages(plan, seen)
         counts = (pages * plan.block_size).tolist()

@@ -1,14 +1,17 @@
 """Trap 22: what we need of vLLM is a table, and the table is checked on the vLLM that runs."""
 
+import ast
 import importlib
 import subprocess
 import sys
 from importlib.metadata import requires, version
+from pathlib import Path
 
 import pytest
 import vllm
 from packaging.requirements import Requirement
 
+import vllm_kvcompress.engine as engine_package
 from checkpoints import make
 from vllm_kvcompress.engine.diagnosis.installation import check_seams
 from vllm_kvcompress.engine.startup import import_failures
@@ -25,8 +28,40 @@ def test_every_seam_is_in_this_vllm(seam):
 def test_every_seam_names_a_module_of_ours_and_an_end():
     for seam in SEAMS:
         importlib.import_module(f"vllm_kvcompress.engine.{seam.name}")
-        assert seam.kind in ("registry", "subclass", "wrap")
+        assert seam.kind in ("registry", "subclass", "wrap", "use")
         assert seam.remove_when
+
+
+# `diagnosis` runs before the seams were checked, or on an engine that has started
+UNLISTED = {
+    "vllm:SamplingParams",
+    "vllm.plugins:load_general_plugins",
+    "vllm.utils.argparse_utils:FlexibleArgumentParser",
+    "vllm.v1.engine.llm_engine:LLMEngine",
+}
+
+
+def imported_from_vllm():
+    """Every name of vLLM that a file of engine/ imports, as ``module:name``."""
+    for file in Path(engine_package.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vllm":
+                yield from (f"{node.module}:{name.name}" for name in node.names)
+
+
+def test_every_touch_of_vllm_is_in_the_table():
+    targets = (seam.target.partition(":") for seam in SEAMS)
+    listed = {f"{module}:{name.split('.')[0]}" for module, _, name in targets}
+    touched = set(imported_from_vllm())
+    assert len(touched) > 60
+    missing = {name for name in touched - listed if not is_module(name)}
+    assert missing == UNLISTED
+
+
+def is_module(name):
+    """A module of vLLM, whose functions are listed one by one."""
+    module = name.replace(":", ".")
+    return any(seam.target.startswith(f"{module}:") for seam in SEAMS)
 
 
 @pytest.mark.parametrize(

@@ -205,49 +205,6 @@ def test_temporaries_stay_small(heads, tokens, count):
     assert seen.size <= column_sums_ref.LOGITS
 
 
-def batch(heads, kv_heads, lengths, chunks, dim, **how):
-    """Prompts in one page array: query ``[R, Hq, D]``, key_pages, pages ``[N, W]``.
-
-    The page that fills the table is NaN.
-    """
-    queries, views, tables = [], [], []
-    for n, (tokens, count) in enumerate(zip(lengths, chunks, strict=True)):
-        q, k = random(heads, kv_heads, tokens, count, dim, seed=n, dtype=how["dtype"])
-        view, table = paged_keys(k, 16, seed=n, **how)
-        queries.append(q.transpose(0, 1))
-        tables.append(table + sum(map(len, views)))
-        views.append(view)
-    pages = torch.full((len(lengths), max(map(len, tables))), sum(map(len, views)))
-    for row, table in zip(pages, tables, strict=True):
-        row[: len(table)] = table
-    views.append(torch.full_like(views[0][:1], torch.nan))
-    order = torch.randperm(sum(map(len, views)), generator=torch.Generator().manual_seed(0))
-    return torch.cat(queries), torch.cat(views)[order], order.argsort()[pages]
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("lengths", "chunks"), [([75], [40]), ([1, 290, 130], [1, 150, 130]), ([33, 50], [0, 50])]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("interleave", [False, True])
-def test_batch_equals_its_prompts(interleave, dtype, lengths, chunks):
-    """Lengths about a tile of 128; an empty chunk."""
-    from kvcompress_kernels.column_sums import triton as column_sums_triton
-
-    query, view, pages = batch(6, 2, lengths, chunks, 8, dtype=dtype, interleave=interleave)
-    starts = torch.tensor([0, *chunks]).cumsum(0)
-    got = column_sums_triton.run_batch(
-        query, starts, max(chunks), view, pages, torch.tensor(lengths), max(lengths), 0.3
-    )
-    assert got.shape == (len(lengths), 6, max(lengths))
-    for n, tokens in enumerate(lengths):
-        mine = query[starts[n] : starts[n + 1]], view, pages[n, : -(-tokens // 16)]
-        want = column_sums_ref.run(*mine, tokens, 0.3) if chunks[n] else torch.zeros(6, tokens)
-        torch.testing.assert_close(got[n, :, :tokens], want, **close)
-        assert (got[n, :, tokens:] == 0).all()
-
-
 @interpreted
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.half)])
 def test_triton_refuses_float64_and_two_dtypes(dtypes):

@@ -272,9 +272,9 @@ def test_temporaries_stay_small(tokens, count):
 
 
 def batch(sizes, heads, dim, dtype):
-    """Arguments of `run_batch`: prompts of (tokens, kept) in one cache, NaN between them.
+    """Layers of (tokens, kept) in one cache, NaN between them.
 
-    Entries of the tables that no prompt needs lead to a page of NaN.
+    Entries of the tables that no layer needs lead to a page of NaN.
     """
     width, most = 1 + max(-(-tokens // 16) for tokens, _ in sizes), max(n for _, n in sizes)
     kept = torch.full((len(sizes), heads, most), 16 * width - 1)
@@ -307,27 +307,6 @@ def test_layers_merge_as_if_alone(dtype, counts, least):
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x[row, :, :count], y)
             assert (x[row, :, count:] == 0).all()
-
-
-@interpreted
-@pytest.mark.parametrize("sizes", [[(75, 9)], [(1, 1), (190, 7), (5, 5)]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_equals_its_prompts(dtype, sizes):
-    """Some prompts evict nothing, and `evicted` may be more than any does."""
-    from kvcompress_kernels.merge_evicted import triton as merge_triton
-
-    keys, values, pages, tokens, kept, counts = batch(sizes, 2, 8, dtype)
-    evicted = max(s - n for s, n in sizes) + 100 * (len(sizes) > 1)
-    sliced = torch.nn.functional.pad(pages, (0, 3), value=-1)[:, :-3]
-    got = merge_triton.run_batch(keys, values, sliced, tokens, kept, counts, evicted)
-    for n, (s, count) in enumerate(sizes):
-        one = slice(n, n + 1)
-        stay = s, kept[one, :, :count], counts[one], count
-        want = merge_ref.run(keys, values, pages[one, : -(-s // 16)], *stay)
-        for x, y in zip(got, want, strict=True):
-            assert x.dtype == torch.float32
-            torch.testing.assert_close(x[n, :, :count], y[0], **close)
-            assert (x[n, :, count:] == 0).all()
 
 
 @interpreted

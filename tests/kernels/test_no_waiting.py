@@ -15,14 +15,14 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.merge_evicted import triton as merge_triton
 from kvcompress_kernels.move_kept import move_kept
 from kvcompress_kernels.move_kept import triton as compact_triton
-from kvcompress_kernels.page_tables import page_tables, page_tables_into
+from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import triton as page_tables_triton
 from kvcompress_kernels.select import select, select_chunks
 from kvcompress_kernels.select import triton as select_triton
 from kvcompress_kernels.value_scores import triton as value_scores_triton
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import triton as window_scores_triton
-from kvcompress_kernels.window_scores import window_scores
+from kvcompress_kernels.window_scores import window_scores, window_scores_of_layers
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
@@ -62,7 +62,6 @@ COUNTS = on_device(3)
 SCORES = on_device(6, 200, dtype=torch.float32)
 WEIGHTS = on_device(3, 8, 200, dtype=torch.float32)
 STEP = (on_device(5, 30), on_device(5), on_device(9, 4, 7), on_device(9, 4), on_device(9))
-STEP_ROWS = (on_device(5, 30), on_device(5), on_device(5, 4, 7), on_device(5, 4), on_device(5))
 INTO = (on_device(5), on_device(), on_device(4, 8, 30), on_device(4, 8))
 
 CALLS = {
@@ -89,30 +88,13 @@ CALLS = {
         select_chunks(SCORES, on_device(3), on_device(3), 96, size=10, heads=2),
         select_chunks(SCORES, 200, on_device(6), 96, size=10),
     ],
-    "page_tables": lambda: page_tables(*STEP_ROWS, on_device(4), 4, 16),
-    "page_tables_into": lambda: page_tables_into(*STEP, on_device(4), 4, 16, *INTO),
-    "window_scores.run_batch": lambda: [
-        window_scores_triton.run_batch(
-            on_device(3, 32, 8, 64, dtype=torch.bfloat16),
-            *(K, TABLES, [200, 100, 77], COUNTS, 0.1),
-            grouped=grouped,
-            **dict.fromkeys(("variance", "entropy", "shift", "recent", "last"), more),
-        )
-        for grouped in (False, True)
-        for more in (False, True)
+    "page_tables": lambda: page_tables(*STEP, on_device(4), 4, 16, *INTO),
+    "window_scores_of_layers": lambda: [
+        window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=variance)
+        for variance in (False, True)
     ],
-    "column_sums.run_batch": lambda: column_sums_triton.run_batch(
-        on_device(96, 8, 64, dtype=torch.bfloat16), on_device(4), 40, K, TABLES, COUNTS, 200, 0.1
-    ),
-    "value_scores.run_batch": lambda: [
-        value_scores_triton.run_batch(WEIGHTS, V, TABLES, COUNTS, fast, "mean")
-        for fast in (False, True)
-    ],
-    "merge_evicted.run_batch": lambda: merge_triton.run_batch(
-        K, V, TABLES, COUNTS, KEPT, COUNTS, 150
-    ),
 }
-BEHIND_AN_OP = {"run", "run_into", "chunks"}
+BEHIND_AN_OP = {"run", "run_layers", "chunks"}
 
 
 def functions(module):
@@ -127,12 +109,9 @@ def test_all_that_launches_is_called_here():
     ops = [found.name for found in iter_modules(kvcompress_kernels.__path__) if found.ispkg]
     contracts = [importlib.import_module(f"kvcompress_kernels.{op}") for op in ops]
     public = {name for contract in contracts for name in functions(contract)}
-    batched = {
-        f"{module.__name__.split('.')[-2]}.{name}"
-        for module in LAUNCHING
-        for name in functions(module) - BEHIND_AN_OP
-    }
-    assert set(CALLS) == public | batched
+    assert set(CALLS) == public
+    for module in LAUNCHING:
+        assert functions(module) <= BEHIND_AN_OP, module
 
 
 @pytest.mark.parametrize("call", CALLS)

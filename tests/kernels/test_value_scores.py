@@ -243,46 +243,6 @@ def test_temporaries_stay_small():
     assert seen.size <= value_scores_ref.DIFFERENCES
 
 
-def batch(heads, kv_heads, lengths, dim, dtype):
-    """Prompts in one page array: weights ``[N, Hq, S]``, value_pages, pages ``[N, W]``.
-
-    Weights past a prompt, and the page that fills the table, are NaN.
-    """
-    h = torch.full((len(lengths), heads, max(lengths)), torch.nan)
-    views, tables = [], []
-    for n, tokens in enumerate(lengths):
-        h[n, :, :tokens], v = random(heads, kv_heads, tokens, dim, seed=n, sharpness=3.0)
-        view, table = paged_values(v, 16, seed=n, dtype=dtype)
-        tables.append(table + sum(map(len, views)))
-        views.append(view)
-    views.append(torch.full_like(views[0][:1], torch.nan))
-    order = torch.randperm(sum(map(len, views)), generator=torch.Generator().manual_seed(0))
-    pages = torch.full((len(lengths), max(map(len, tables))), len(order) - 1)
-    for row, table in zip(pages, tables, strict=True):
-        row[: len(table)] = table
-    return h, torch.cat(views)[order], order.argsort()[pages]
-
-
-@interpreted
-@pytest.mark.parametrize("lengths", [[75], [1, 2100, 1025]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("fast", "reduce"), [(False, "mean"), (False, "l2"), (True, "mean")], ids=str
-)
-def test_batch_equals_its_prompts(fast, reduce, dtype, lengths):
-    """Lengths about a split of the tokens."""
-    from kvcompress_kernels.value_scores import triton as value_scores_triton
-
-    h, view, pages = batch(6, 2, lengths, 8, dtype)
-    got = value_scores_triton.run_batch(h, view, pages, torch.tensor(lengths), fast, reduce)
-    assert got.shape == (len(lengths), 2, max(lengths))
-    for n, tokens in enumerate(lengths):
-        mine = pages[n, : -(-tokens // 16)]
-        want = value_scores_ref.run(h[n, :, :tokens], view, mine, tokens, fast, reduce)
-        torch.testing.assert_close(got[n, :, :tokens], want, **close)
-        assert (got[n, :, tokens:] == 0).all()
-
-
 @interpreted
 @pytest.mark.parametrize("at", [0, 1023, 1024, 1500])
 @pytest.mark.parametrize("rest", [1e-30, 1e-7, 1e-3])

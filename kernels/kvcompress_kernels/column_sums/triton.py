@@ -242,42 +242,6 @@ class _Shape:
 def run(
     query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
 ) -> torch.Tensor:
-    rows = len(query)
-    # filled on the device: copying from the host would wait for it
-    starts = torch.arange(0, 2 * rows, rows, dtype=torch.int32, device=query.device)
-    count = torch.full((1,), tokens, dtype=torch.int32, device=query.device)
-    return run_batch(query, starts, rows, key_pages, pages[None], count, tokens, scale)[0]
-
-
-def run_batch(
-    query: torch.Tensor,
-    starts: torch.Tensor,
-    chunk: int,
-    key_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: torch.Tensor,
-    longest: int,
-    scale: float,
-) -> torch.Tensor:
-    """`column_sums` of N prompts, their chunks one after another in `query`: two launches.
-
-    Args:
-        query: ``[R, Hq, D]`` 16-bit or float32, of the dtype of the cache unless that is float8.
-        starts: ``[N + 1]`` int on the device: prompt n's chunk is rows ``starts[n]`` to
-            ``starts[n + 1] - 1``, its last tokens; it may be empty.
-        chunk: rows of the longest chunk.
-        key_pages: ``[pages, Hkv, D, block_size]`` any strides.
-        pages: ``[N, W]`` int: each prompt's pages in order, then anything.
-        tokens: ``[N]`` int on the device: prompt tokens known so far (unchecked).
-        longest: the largest of `tokens`.
-        scale: as in `column_sums`.
-
-    Returns:
-        ``[N, Hq, longest]`` float32, 0 from a prompt's end on.
-
-    Raises:
-        ValueError: a dtype without a kernel, or two.
-    """
     name, dtypes = "column_sums", (query.dtype, key_pages.dtype)
     check_cache(name, key_pages)
     ok = dtypes[0] in FLOATS and dtypes[1] in (dtypes[0], *FLOAT8)
@@ -285,19 +249,19 @@ def run_batch(
     rows, heads, dim = query.shape
     _, kv_heads, _, block = key_pages.shape
     shape = _Shape(heads // kv_heads, dim, block, _run(key_pages), query.element_size())
+    # filled on the device: copying from the host would wait for it
+    starts = torch.arange(0, 2 * rows, rows, dtype=torch.int32, device=query.device)
+    count = torch.full((1,), tokens, dtype=torch.int32, device=query.device)
     lse = query.new_empty(heads, rows, dtype=torch.float32)
-    sums = query.new_empty(len(tokens), heads, longest, dtype=torch.float32)
-    inputs = query, starts, key_pages, pages, tokens, lse
-    strides = *query.stride(), pages.stride(0), *key_pages.stride(), rows
+    sums = query.new_empty(heads, tokens, dtype=torch.float32)
+    inputs = query, starts, key_pages, pages, count, lse
+    strides = *query.stride(), len(pages), *key_pages.stride(), rows
     factor = scale * LOG2_E
     how = shape.lse()
-    if chunk:
-        _lse_kernel[heads, triton.cdiv(chunk, how["ROWS"]), len(tokens)](
-            *inputs, factor, block, *strides, **how
-        )
+    _lse_kernel[heads, triton.cdiv(rows, how["ROWS"]), 1](*inputs, factor, block, *strides, **how)
     how = shape.sums()
-    _sum_kernel[heads, triton.cdiv(longest, how["COLUMNS"]), len(tokens)](
-        *inputs, sums, factor, block, longest, *strides, **how
+    _sum_kernel[heads, triton.cdiv(tokens, how["COLUMNS"]), 1](
+        *inputs, sums, factor, block, tokens, *strides, **how
     )
     return sums
 

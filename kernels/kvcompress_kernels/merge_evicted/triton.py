@@ -58,85 +58,6 @@ def _pad(dim: int) -> int:
     return max(16, pad)  # the least that `tl.dot` multiplies
 
 
-def run_batch(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: torch.Tensor,
-    kept: torch.Tensor,
-    counts: torch.Tensor,
-    evicted: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_evicted` of N prompts; in the page pool, a layer is a prompt with its own pages.
-
-    Args:
-        key_pages: ``[P, Hkv, D, block_size]``, bfloat16, float16 or float32, any strides.
-        value_pages: ``[P, Hkv, block_size, Dv]`` likewise.
-        pages: ``[N, W]`` int64; only those of a prompt's tokens are read.
-        tokens: ``[N]`` int32, on the device.
-        kept: ``[N, Hkv, most]`` int32, ascending; the first ``counts`` of each row are read.
-        counts: ``[N]`` int32, on the device: kept tokens of each KV head, at least 1.
-        evicted: at least ``(tokens - counts).max()``, known to the host.
-
-    Returns:
-        Keys ``[N, Hkv, most, D]`` and values ``[N, Hkv, most, Dv]``, float32, zeros from
-        ``counts`` on.
-
-    Raises:
-        ValueError: the cache is float64.
-    """
-    for x in (key_pages, value_pages):
-        if x.dtype == torch.float64:
-            raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
-    prompts, heads, most = kept.shape
-    _, _, dim, block = key_pages.shape
-    value_dim, device = value_pages.shape[3], kept.device
-    pad, value_pad, evicted = _pad(dim), _pad(value_dim), max(evicted, 1)
-    shape = _shape(pad, key_pages.dtype.itemsize, architecture(device))
-    rooms = triton.cdiv(most, COPIED) * COPIED
-    pages, kept = pages.contiguous(), kept.to(torch.int32).contiguous()
-    tiles, width = triton.cdiv(evicted, shape.evicted), pages.shape[1]
-    # counters take no more room than the evicted tokens do, but for one segment
-    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // most))
-    segment = triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
-
-    def new(dtype: torch.dtype, *size: int) -> torch.Tensor:
-        return torch.empty(prompts, heads, *size, dtype=dtype, device=device)
-
-    packed, scales = new(key_pages.dtype, rooms, pad), new(torch.float32, rooms)
-    cosines, sums = new(torch.float32, evicted), new(torch.float64, tiles)
-    near, places, ranks = (new(torch.int32, evicted) for _ in range(3))
-    members, weights = new(torch.int32, evicted), new(torch.float32, evicted)
-    keys, values = new(torch.float32, most, dim), new(torch.float32, most, value_dim)
-    counters = new(torch.int32, most * segments).zero_()
-    many = (heads, prompts)
-
-    pack_kernel[(rooms // COPIED, *many)](
-        key_pages, pages, kept, counts, packed, scales, width, most, rooms, block,
-        *key_pages.stride(), dim, pad, COPIED, num_warps=_copying(pad),
-    )  # fmt: skip
-    nearest_kernel[(tiles, *many)](
-        key_pages, pages, kept, counts, tokens, packed, scales, cosines, near, places, sums,
-        width, most, rooms, evicted, block, most.bit_length(), *key_pages.stride(),
-        dim, pad, shape.evicted, shape.kept, num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    count_kernel[(segments, *many)](
-        cosines, near, sums, counts, tokens, ranks, counters, most, evicted, tiles, segment,
-        RANKED, 128, num_warps=COUNTING,
-    )  # fmt: skip
-    ends = counters.cumsum(2, dtype=torch.int32)
-    place_kernel[(triton.cdiv(evicted, 512), *many)](
-        cosines, near, places, ranks, ends, counts, tokens, members, weights,
-        most, evicted, segment, segments, 512,
-    )  # fmt: skip
-    fold_kernel[(most, *many)](
-        key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
-        width, most, evicted, segments, block, *key_pages.stride(), *value_pages.stride(),
-        dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
-    )  # fmt: skip
-    return keys, values
-
-
 def run(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
@@ -146,8 +67,57 @@ def run(
     counts: torch.Tensor,
     least: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = torch.full_like(counts, tokens)
-    return run_batch(key_pages, value_pages, pages, lengths, kept, counts, tokens - least)
+    for x in (key_pages, value_pages):
+        if x.dtype == torch.float64:
+            raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
+    layers, heads, most = kept.shape
+    lengths, evicted = torch.full_like(counts, tokens), max(tokens - least, 1)
+    _, _, dim, block = key_pages.shape
+    value_dim, device = value_pages.shape[3], kept.device
+    pad, value_pad = _pad(dim), _pad(value_dim)
+    shape = _shape(pad, key_pages.dtype.itemsize, architecture(device))
+    rooms = triton.cdiv(most, COPIED) * COPIED
+    pages, kept = pages.contiguous(), kept.to(torch.int32).contiguous()
+    tiles, width = triton.cdiv(evicted, shape.evicted), pages.shape[1]
+    # counters take no more room than the evicted tokens do, but for one segment
+    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // most))
+    segment = triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
+
+    def new(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.empty(layers, heads, *size, dtype=dtype, device=device)
+
+    packed, scales = new(key_pages.dtype, rooms, pad), new(torch.float32, rooms)
+    cosines, sums = new(torch.float32, evicted), new(torch.float64, tiles)
+    near, places, ranks = (new(torch.int32, evicted) for _ in range(3))
+    members, weights = new(torch.int32, evicted), new(torch.float32, evicted)
+    keys, values = new(torch.float32, most, dim), new(torch.float32, most, value_dim)
+    counters = new(torch.int32, most * segments).zero_()
+    many = (heads, layers)
+
+    pack_kernel[(rooms // COPIED, *many)](
+        key_pages, pages, kept, counts, packed, scales, width, most, rooms, block,
+        *key_pages.stride(), dim, pad, COPIED, num_warps=_copying(pad),
+    )  # fmt: skip
+    nearest_kernel[(tiles, *many)](
+        key_pages, pages, kept, counts, lengths, packed, scales, cosines, near, places, sums,
+        width, most, rooms, evicted, block, most.bit_length(), *key_pages.stride(),
+        dim, pad, shape.evicted, shape.kept, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    count_kernel[(segments, *many)](
+        cosines, near, sums, counts, lengths, ranks, counters, most, evicted, tiles, segment,
+        RANKED, 128, num_warps=COUNTING,
+    )  # fmt: skip
+    ends = counters.cumsum(2, dtype=torch.int32)
+    place_kernel[(triton.cdiv(evicted, 512), *many)](
+        cosines, near, places, ranks, ends, counts, lengths, members, weights,
+        most, evicted, segment, segments, 512,
+    )  # fmt: skip
+    fold_kernel[(most, *many)](
+        key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
+        width, most, evicted, segments, block, *key_pages.stride(), *value_pages.stride(),
+        dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
+    )  # fmt: skip
+    return keys, values
 
 
 def builds(sm: int) -> list[Build]:
@@ -171,7 +141,7 @@ def builds(sm: int) -> list[Build]:
         aligned = tuple(k for k in signature if k in known or k[1:2] == "_")
         made.append(
             Build(
-                name=f"merge {name}",
+                name=f"merge_evicted {name}",
                 kernel=kernel,
                 signature=signature,
                 constexprs=fixed,

@@ -195,7 +195,7 @@ def _build(dim: int, whole: bool) -> Build:
         del tables["kept"]
         constexprs["kept"] = None
     return Build(
-        name=f"compact {'pages' if whole else 'tokens'} D{dim}",
+        name=f"move_kept {'pages' if whole else 'tokens'} D{dim}",
         kernel=_move_kernel,
         signature=pages | tables | strides | dict.fromkeys(steps, "i32"),
         constexprs=constexprs | {"HEADS": 8, "BLOCK": 16} | _shapes(dim, dim, 2),

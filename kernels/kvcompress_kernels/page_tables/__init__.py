@@ -15,84 +15,33 @@ def page_tables(
     layer_offset: torch.Tensor,
     block_stride: int,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every layer's block table and sequence length for one batch, compressed or not.
-
-    Layer l of request r reads its packed pages, then the ordinary blocks from `first_block` on:
-    ``table[l, r, c] = packed[r, l, c]`` for ``c < num_packed[r, l]``, else the flat page
-    ``layer_offset[l] + block_stride * block_table[r, c - num_packed[r, l] + first_block[r]]``.
-    A request that was not compressed has ``num_packed == first_block == 0``.
-
-    Args:
-        block_table: ``[R, W]`` int32: vLLM's block ids.
-        seq_lens: ``[R]`` int32: vLLM's sequence lengths, in tokens.
-        packed: ``[R, L, C]`` int32: flat pages that hold each layer's kept prompt tokens.
-        num_packed: ``[R, L]`` int32, at most C and at most ``first_block``.
-        first_block: ``[R]`` int32: index of the first ordinary block that is still read.
-        layer_offset: ``[L]`` int32: flat page of block 0 in each layer.
-        block_stride: flat pages between block b and b + 1 of one layer.
-        block_size: tokens in a block.
-
-    Returns:
-        ``[L, R, W]`` int32 tables (entries past a layer's length repeat an ordinary block that
-        the row owns or the null block) and ``[L, R]`` int32 lengths in tokens, both contiguous.
-    """
-    rows, width = block_table.shape
-    layers = layer_offset.shape[0]
-    require(seq_lens.shape == (rows,), "page_tables", f"seq_lens must be [{rows}]", seq_lens.shape)
-    require(
-        packed.shape[:2] == num_packed.shape == (rows, layers),
-        "page_tables",
-        f"packed and num_packed must start with [{rows}, {layers}]",
-        (tuple(packed.shape), tuple(num_packed.shape)),
-    )
-    require(width > 0, "page_tables", "block_table must have columns", width)
-    if contract.triton_takes(block_table):
-        from kvcompress_kernels.page_tables.triton import run
-    else:
-        from kvcompress_kernels.page_tables.reference import run
-
-    return run(
-        block_table,
-        seq_lens,
-        packed,
-        num_packed,
-        first_block,
-        layer_offset,
-        block_stride,
-        block_size,
-    )
-
-
-def page_tables_into(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    packed: torch.Tensor,
-    num_packed: torch.Tensor,
-    first_block: torch.Tensor,
-    layer_offset: torch.Tensor,
-    block_stride: int,
-    block_size: int,
     slots: torch.Tensor,
     live: torch.Tensor,
     out_tables: torch.Tensor,
     out_lengths: torch.Tensor,
 ) -> None:
-    """`page_tables` into buffers that outlive the step; may be captured in a CUDA graph.
+    """Every layer's block table and sequence length for one batch, compressed or not.
 
-    On a GPU one launch, no allocation, no copy and no sync: its grid depends on the shape of the
-    buffers, all else is read on the device. With ``s = slots[r]``, row ``r < live`` is what
-    `page_tables` says of ``packed[s]``, ``num_packed[s]`` and ``first_block[s]``.
+    They are written into buffers that outlive the step, and may be captured in a CUDA graph. On a
+    GPU this is one launch, no allocation, no copy and no sync: its grid depends on the shape of
+    the buffers, all else is read on the device.
+
+    With ``s = slots[r]``, layer l of row ``r < live`` reads its packed pages, then the ordinary
+    blocks from `first_block` on: ``table[l, r, c] = packed[s, l, c]`` for
+    ``c < num_packed[s, l]``, else the flat page ``layer_offset[l] + block_stride *
+    block_table[r, c - num_packed[s, l] + first_block[s]]``. A request that was not compressed has
+    ``num_packed == first_block == 0``.
 
     Args:
-        block_table: ``[>= live, W']`` int32.
-        seq_lens: ``[>= live]`` int32.
-        packed: ``[slots, L, C]`` int32, not by row but by slot.
-        num_packed: ``[slots, L]`` int32.
-        first_block: ``[slots]`` int32.
-        layer_offset: ``[L]`` int32.
-        block_stride: as in `page_tables`.
-        block_size: as in `page_tables`.
+        block_table: ``[>= live, W']`` int32: vLLM's block ids.
+        seq_lens: ``[>= live]`` int32: vLLM's sequence lengths, in tokens.
+        packed: ``[slots, L, C]`` int32: flat pages that hold each layer's kept prompt tokens, not
+            by row but by slot.
+        num_packed: ``[slots, L]`` int32, at most C and at most `first_block`.
+        first_block: ``[slots]`` int32: index of the first ordinary block that is still read.
+        layer_offset: ``[L]`` int32: flat page of block 0 in each layer.
+        block_stride: flat pages between block b and b + 1 of one layer.
+        block_size: tokens in a block.
         slots: ``[>= live]`` int32, the slot of each row.
         live: ``[]`` int32 on the device: rows of this step, at most R.
         out_tables: ``[L, R, W]`` int32. Of a row's layer the columns that its length covers are
@@ -125,11 +74,11 @@ def page_tables_into(
         tuple(out_lengths.shape),
     )
     if contract.triton_takes(out_tables):
-        from kvcompress_kernels.page_tables.triton import run_into
+        from kvcompress_kernels.page_tables.triton import run
     else:
-        from kvcompress_kernels.page_tables.reference import run_into
+        from kvcompress_kernels.page_tables.reference import run
 
-    run_into(
+    run(
         block_table,
         seq_lens,
         packed,

@@ -1,9 +1,9 @@
-"""Reference of `page_tables` and `page_tables_into`: one gather and one select over [L, R, W]."""
+"""Reference of `page_tables`: one gather and one select over [L, R, W]."""
 
 import torch
 
 
-def run(
+def tables_of_rows(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     packed: torch.Tensor,
@@ -13,6 +13,7 @@ def run(
     block_stride: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables ``[L, R, W]`` and lengths ``[L, R]``; the pool's tensors by row, not by slot."""
     rows, width = block_table.shape
     layers = layer_offset.shape[0]
     count = num_packed.T.unsqueeze(2)  # [L, R, 1]
@@ -29,7 +30,7 @@ def run(
     return table.contiguous(), lengths.to(torch.int32).contiguous()
 
 
-def run_into(
+def run(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     packed: torch.Tensor,
@@ -47,7 +48,7 @@ def run_into(
     slot = slots[:rows].long()
     longest = int(seq_lens[:rows].max()) if rows else 0
     width = min(max(-(-longest // block_size), 1), block_table.shape[1], out_tables.shape[2])
-    tables, lengths = run(
+    tables, lengths = tables_of_rows(
         block_table[:rows, :width],
         seq_lens[:rows],
         packed[slot, :, :width],

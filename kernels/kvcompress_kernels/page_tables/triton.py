@@ -1,4 +1,4 @@
-"""Triton kernel of `page_tables`, and its form that fills persistent buffers inside a CUDA graph.
+"""Triton kernel of `page_tables`: it fills persistent buffers, inside a CUDA graph too.
 
 The tables of 256 requests x 128 layers x 8192 columns are 1 GiB, of which a step reads what its
 lengths cover. So a program owns one request and a group of layers, and walks over the columns
@@ -25,7 +25,7 @@ PROGRAMS = 4096
 
 # These differ by batch; the launcher would compile anew for 1 and for multiples of 16.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["layers", "rows", "table_width", "splits", "block_stride"]
+    do_not_specialize=["layers", "table_width", "splits", "block_stride"]
 )
 def _page_tables_kernel(  # type: ignore[no-untyped-def]
     block_table,  # [>= live, table_width]
@@ -34,12 +34,11 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     num_packed,  # [slots, L]
     first_block,  # [slots]
     layer_offset,  # [L]
-    slots,  # [>= live] or None: row r has slot r
-    live,  # [] or None: all rows
+    slots,  # [>= live]
+    live,  # []
     tables,  # [L, rows, width]
     lengths,  # [L, rows]
     layers,
-    rows,
     width,
     table_width,
     splits,
@@ -54,18 +53,13 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LAYERS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr,  # fill every column, needed or not
 ):
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(0) % splits
     layer = (tl.program_id(0) // splits * LAYERS + tl.arange(0, LAYERS)).to(tl.int64)
     real = layer < layers
-    used = row < rows
-    if live is not None:
-        used = row < tl.load(live)
-    slot = row
-    if slots is not None:
-        slot = tl.load(slots + row, mask=used, other=0).to(tl.int64)
+    used = row < tl.load(live)
+    slot = tl.load(slots + row, mask=used, other=0).to(tl.int64)
 
     first = tl.load(first_block + slot, mask=used, other=0)
     tokens = tl.load(seq_lens + row, mask=used, other=0)
@@ -75,11 +69,8 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     length = tokens + (count - first) * BLOCK  # [LAYERS]
     if split == 0:
         tl.store(lengths + layer * s_lengths + row, length, mask=real)
-    if WHOLE:
-        needed = tl.full([LAYERS], 0, tl.int32) + width
-    else:
-        # a row of length 0 gets its first tile too: the null block
-        needed = tl.minimum(tl.maximum(tl.cdiv(length, BLOCK), 1), width)
+    # a row of length 0 gets its first tile too: the null block
+    needed = tl.minimum(tl.maximum(tl.cdiv(length, BLOCK), 1), width)
     needed = tl.where(real, needed, 0)
 
     from_packed = packed + slot * s_packed_slot + layer * s_packed_layer
@@ -106,73 +97,13 @@ def run(
     layer_offset: torch.Tensor,
     block_stride: int,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (rows, width), layers = block_table.shape, len(layer_offset)
-    tables = block_table.new_empty(layers, rows, width, dtype=torch.int32)
-    lengths = block_table.new_empty(layers, rows, dtype=torch.int32)
-    _launch(
-        _dense(block_table),
-        _dense(seq_lens),
-        _dense(packed),
-        _dense(num_packed),
-        _dense(first_block),
-        _dense(layer_offset),
-        block_stride,
-        block_size,
-        None,
-        None,
-        tables,
-        lengths,
-    )
-    return tables, lengths
-
-
-def run_into(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    packed: torch.Tensor,
-    num_packed: torch.Tensor,
-    first_block: torch.Tensor,
-    layer_offset: torch.Tensor,
-    block_stride: int,
-    block_size: int,
     slots: torch.Tensor,
     live: torch.Tensor,
     out_tables: torch.Tensor,
     out_lengths: torch.Tensor,
 ) -> None:
-    _launch(
-        block_table,
-        seq_lens,
-        packed,
-        num_packed,
-        first_block,
-        layer_offset,
-        block_stride,
-        block_size,
-        slots,
-        live,
-        out_tables,
-        out_lengths,
-    )
-
-
-def _launch(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    packed: torch.Tensor,
-    num_packed: torch.Tensor,
-    first_block: torch.Tensor,
-    layer_offset: torch.Tensor,
-    block_stride: int,
-    block_size: int,
-    slots: torch.Tensor | None,
-    live: torch.Tensor | None,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:
-    layers, rows, width = tables.shape
-    if tables.numel() == 0:
+    layers, rows, width = out_tables.shape
+    if out_tables.numel() == 0:
         return
     tile = _tile(layers)
     groups = triton.cdiv(layers, tile)
@@ -186,10 +117,9 @@ def _launch(
         layer_offset,
         slots,
         live,
-        tables,
-        lengths,
+        out_tables,
+        out_lengths,
         layers,
-        rows,
         width,
         block_table.shape[1],
         splits,
@@ -197,18 +127,13 @@ def _launch(
         block_table.stride(0),
         *packed.stride()[:2],
         num_packed.stride(0),
-        *tables.stride()[:2],
-        lengths.stride(0),
+        *out_tables.stride()[:2],
+        out_lengths.stride(0),
         BLOCK=block_size,
         LAYERS=tile,
         COLUMNS=COLUMNS,
-        WHOLE=live is None,
         num_warps=WARPS,
     )
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _tile(layers: int) -> int:
@@ -216,31 +141,27 @@ def _tile(layers: int) -> int:
 
 
 def builds(sm: int) -> list[Build]:
-    """32 layers, block 16, a pool and buffers of 8192 columns; `run` and `run_into`."""
+    """32 layers, block 16, a pool and buffers of 8192 columns."""
     pointers = (
         *("block_table", "seq_lens", "packed", "num_packed", "first_block", "layer_offset"),
         *("slots", "live", "tables", "lengths"),
     )
-    sizes = ("layers", "rows", "width", "table_width", "splits", "block_stride")
+    sizes = ("layers", "width", "table_width", "splits", "block_stride")
     strides = (
         *("s_block_table", "s_packed_slot", "s_packed_layer", "s_num_packed"),
         *("s_tables_layer", "s_tables_row", "s_lengths"),
     )
     return [
         Build(
-            name=f"page_tables {name}",
+            name="page_tables",
             kernel=_page_tables_kernel,
             signature={
-                **{pointer: "*i32" for pointer in pointers if pointer not in absent},
+                **dict.fromkeys(pointers, "*i32"),
                 **dict.fromkeys((*sizes, *strides), "i32"),
             },
-            constexprs={
-                **absent,
-                **{"BLOCK": 16, "LAYERS": _tile(32), "COLUMNS": COLUMNS, "WHOLE": bool(absent)},
-            },
+            constexprs={"BLOCK": 16, "LAYERS": _tile(32), "COLUMNS": COLUMNS},
             warps=WARPS,
-            aligned=(*(p for p in pointers if p not in absent), "width", *strides),
+            aligned=(*pointers, "width", *strides),
             wide_loads=False,
         )
-        for name, absent in (("run", {"slots": None, "live": None}), ("run_into", {}))
     ]

@@ -279,7 +279,7 @@ def builds(sm: int) -> list[Build]:
     for part in (1, PART):
         made += [
             Build(
-                name=f"chunk keys part={part}",
+                name=f"select chunk_keys part={part}",
                 kernel=_chunk_keys_kernel,
                 signature=keyed | dict(number="i32", s_row="i32"),
                 constexprs=dict(TILE=TOKENS // part, PART=part),

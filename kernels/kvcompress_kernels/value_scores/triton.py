@@ -62,56 +62,30 @@ def run(
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
-    count = torch.full((1,), tokens, dtype=torch.int32, device=pages.device)
-    return run_batch(weights[None], value_pages, pages[None], count, fast, reduce)[0]
-
-
-def run_batch(
-    weights: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: torch.Tensor,
-    fast: bool,
-    reduce: str,
-) -> torch.Tensor:
-    """`value_scores` of N prompts: four launches.
-
-    Args:
-        weights: ``[N, Hq, S]`` float32, S at least the longest prompt.
-        value_pages: ``[pages, Hkv, block_size, D]`` 16-bit, float32 or float8, any strides.
-        pages: ``[N, W]`` int: each prompt's pages in order, then anything.
-        tokens: ``[N]`` int on the device: prompt lengths, all positive (unchecked).
-        fast: as in `value_scores`.
-        reduce: as in `value_scores`.
-
-    Returns:
-        ``[N, Hkv, S]`` float32, 0 from a prompt's end on.
-
-    Raises:
-        ValueError: a dtype without a kernel.
-    """
     check_cache("value_scores", value_pages)
-    rows, heads, width = weights.shape
+    heads, width = weights.shape
     _, kv_heads, block, dim = value_pages.shape
     sm = architecture(weights.device)
     shape = _Shape(heads // kv_heads, dim, block, fast, value_pages.element_size(), sm)
     splits = triton.cdiv(width, SPLIT)
-    sums = weights.new_empty(rows, kv_heads if fast else heads, splits, dim)
-    rests = weights.new_empty(rows, heads, splits)
+    sums = weights.new_empty(kv_heads if fast else heads, splits, dim)
+    rests = weights.new_empty(heads, splits)
     heaviest = torch.empty_like(rests, dtype=torch.int32)
-    outputs = weights.new_empty(rows, heads, dim)
-    alone_score = weights.new_empty(rows, heads)
+    outputs = weights.new_empty(heads, dim)
+    alone_score = weights.new_empty(heads)
     alone = torch.empty_like(alone_score, dtype=torch.int32)
-    scores = weights.new_empty(rows, kv_heads, width)
+    scores = weights.new_empty(kv_heads, width)
     weights = weights.contiguous()
-    inputs = weights, value_pages, pages, tokens
-    sizes = block, width, pages.stride(0), *value_pages.stride()
-    heaviest_kernel[splits, heads, rows](weights, tokens, heaviest, rests, width, SPLIT)
-    sum_kernel[splits, kv_heads, rows](*inputs, heaviest, sums, *sizes, **shape.sums())
+    # filled on the device: copying from the host would wait for it
+    count = torch.full((1,), tokens, dtype=torch.int32, device=pages.device)
+    inputs = weights, value_pages, pages, count
+    sizes = block, width, len(pages), *value_pages.stride()
+    heaviest_kernel[splits, heads, 1](weights, count, heaviest, rests, width, SPLIT)
+    sum_kernel[splits, kv_heads, 1](*inputs, heaviest, sums, *sizes, **shape.sums())
     joined = outputs, alone, alone_score
-    join_kernel[heads, rows](*inputs, heaviest, rests, sums, *joined, *sizes, **shape.join())
+    join_kernel[heads, 1](*inputs, heaviest, rests, sums, *joined, *sizes, **shape.join())
     how = dict(shape.scores(), L2=reduce == "l2")
-    grid = triton.cdiv(width, how["TILE"]), kv_heads, rows
+    grid = triton.cdiv(width, how["TILE"]), kv_heads, 1
     score_kernel[grid](*inputs, *joined, scores, *sizes, **how)
     return scores
 

@@ -1,10 +1,14 @@
 """What an observation window thinks of the prompt before it."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcompress_kernels import contract
-from kvcompress_kernels.contract import check_floats, require
+from kvcompress_kernels.contract import check_floats, check_pages, require
 from kvcompress_kernels.window_scores.result import WindowScores
+
+__all__ = ["WindowScores", "window_scores", "window_scores_of_layers"]
 
 
 def window_scores(
@@ -36,20 +40,52 @@ def window_scores(
         ValueError: shapes disagree, the window is empty or as long as the prompt, or `variance`
             is asked of a single row.
     """
-    w, heads, dim = query.shape
+    (found,) = window_scores_of_layers(
+        [query], key_pages, pages[None], tokens, scale, variance=variance
+    )
+    return found
+
+
+def window_scores_of_layers(
+    queries: Sequence[torch.Tensor],
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    *,
+    variance: bool,
+) -> list[WindowScores]:
+    """`window_scores` of N layers of one prompt, each bit for bit what it gets alone.
+
+    In the page pool a layer is only other page ids. On a GPU they share their launches.
+
+    Args:
+        queries: N of ``[w, Hq, D]``.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each layer's pages of the prompt in order.
+
+    Raises:
+        ValueError: as `window_scores`, or there is no layer.
+    """
     name = "window_scores"
+    require(len(queries) > 0, name, "there must be a layer", len(queries))
+    w, heads, dim = queries[0].shape
+    alike = {(tuple(query.shape), query.dtype) for query in queries}
+    require(len(alike) == 1, name, "the layers' queries must have one shape and dtype", alike)
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", key_pages.shape)
     check_floats(name, "key_pages", key_pages)
     require(key_pages.shape[2] == dim, name, f"key_pages must have head dim {dim}", key_pages.shape)
-    kv_heads, block = key_pages.shape[1], key_pages.shape[3]
+    kv_heads = key_pages.shape[1]
     require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
     require(0 < w < tokens, name, "0 < window < tokens must hold", (w, tokens))
     require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
-    want = -(-tokens // block)
-    require(pages.shape == (want,), name, f"pages must be [{want}]", tuple(pages.shape))
-    if contract.triton_takes(query):
-        from kvcompress_kernels.window_scores.triton import run
-    else:
-        from kvcompress_kernels.window_scores.reference import run
+    check_pages(name, pages, tokens, key_pages.shape[3], len(queries))
+    if contract.triton_takes(queries[0]):
+        from kvcompress_kernels.window_scores.triton import run_layers
 
-    return run(query, key_pages, pages, tokens, scale, variance)
+        return run_layers(queries, key_pages, pages, tokens, scale, variance)
+    from kvcompress_kernels.window_scores.reference import run
+
+    return [
+        run(query, key_pages, layer, tokens, scale, variance)
+        for query, layer in zip(queries, pages, strict=True)
+    ]

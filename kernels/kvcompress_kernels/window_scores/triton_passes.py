@@ -201,14 +201,11 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(log_sums + row * lines + line, tl.log2(total), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _put(out, line, size, column, values, live, heads_live, group, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store ``[COLUMNS, HEADS]`` at lines of `size`, or its share of the group's mean at one."""
-    if GROUPED:
-        tl.store(out + line * size + column, tl.sum(values, 1) / group, mask=live)
-    else:
-        at = (line * size)[None, :] + column[:, None]
-        tl.store(out + at, values, mask=live[:, None] & heads_live[None, :])
+@triton.jit
+def _put(out, line, size, column, values, live, heads_live):  # type: ignore[no-untyped-def]
+    """Store ``[COLUMNS, HEADS]`` at lines of `size`."""
+    at = (line * size)[None, :] + column[:, None]
+    tl.store(out + at, values, mask=live[:, None] & heads_live[None, :])
 
 
 @triton.jit(do_not_specialize=[*VARIES, "size"])  # type: ignore[untyped-decorator]
@@ -219,12 +216,12 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     lengths,
     row_tops,
     log_sums,
-    total_out,  # [N, Hq, size - w], or [N, Hkv * tiles, size - w] if GROUPED; so are these:
+    total_out,  # [N, Hq, size - w]
     variance_out,  # [N, Hq, size - w] or None
-    recent_out,  # [N, Hq, w] or None
-    last_out,  # [N, Hq, size] or None
-    entropies,  # [N, Hkv * tiles * splits] or None
-    shifts,  # the same or None
+    recent_out,  # [N, Hq, w]
+    last_out,  # [N, Hq, size]
+    entropies,  # [N, Hkv * tiles * splits]
+    shifts,  # the same; None without `variance_out`
     factor,
     w,
     group,
@@ -246,7 +243,6 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,  # of WINDOW rows, in a window
-    GROUPED: tl.constexpr,
 ):
     tiles = tl.cdiv(group, HEADS)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -265,10 +261,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
 
     local = tile * HEADS + tl.arange(0, HEADS)
     heads_live = local < group
-    if GROUPED:
-        line = (row * tl.num_programs(1) + kv) * tiles + tile
-    else:
-        line = (row * tl.num_programs(1) + kv) * group + local
+    line = (row * tl.num_programs(1) + kv) * group + local
     each = tl.arange(0, HEADS * WINDOW)
     head, i = tile * HEADS + each // WINDOW, each % WINDOW
     q = tl.trans(
@@ -315,12 +308,10 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                     s = tl.where(column[:, None, None] <= past + at, s, float("-inf"))
                 a = tl.exp2(s)
                 part = tl.sum(a, 2)
-                if entropies is not None:
-                    logs = tl.where(a == 0.0, 0.0, s) if EDGE else s
-                    mass += tl.sum(tl.sum(a * logs, 2), 1)
-                if last_out is not None:
-                    last += tl.sum(tl.where(at == w - 1, a, 0.0), 2)
-                if (variance_out is not None) or (shifts is not None):
+                logs = tl.where(a == 0.0, 0.0, s) if EDGE else s
+                mass += tl.sum(tl.sum(a * logs, 2), 1)
+                last += tl.sum(tl.where(at == w - 1, a, 0.0), 2)
+                if variance_out is not None:
                     # squares about the chunk's mean, then about that of the rows so far (Chan)
                     seen = chunk * WINDOW
                     rows = tl.minimum(w - seen, WINDOW)
@@ -333,25 +324,20 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                 total += part
 
             old = column < past
-            _put(total_out, line, size - w, column, total, old, heads_live, group, GROUPED)
-            if (variance_out is not None) or (shifts is not None):
-                squares = squares / (w - 1)
+            _put(total_out, line, size - w, column, total, old, heads_live)
             if variance_out is not None:
-                _put(variance_out, line, size - w, column, squares, old, heads_live, group, GROUPED)
-            if shifts is not None:
+                squares = squares / (w - 1)
+                _put(variance_out, line, size - w, column, squares, old, heads_live)
                 spread = tl.sum(squares, 1)
                 shift += tl.where(old, spread, 0.0) if EDGE else spread
-            if entropies is not None:
-                entropy += tl.where(old, mass, 0.0) if EDGE else mass
+            entropy += tl.where(old, mass, 0.0) if EDGE else mass
             known = column < tokens
-            if last_out is not None:
-                _put(last_out, line, size, column, last, known, heads_live, group, GROUPED)
-            if EDGE and recent_out is not None:
+            _put(last_out, line, size, column, last, known, heads_live)
+            if EDGE:
                 own = (column >= past) & known
-                _put(recent_out, line, w, column - past, total, own, heads_live, group, GROUPED)
+                _put(recent_out, line, w, column - past, total, own, heads_live)
 
     part = (row * tl.num_programs(1) + kv) * tl.num_programs(0) + tl.program_id(0)
-    if entropies is not None:
-        tl.store(entropies + part, tl.sum(entropy, 0) * -0.6931471805599453)
-    if shifts is not None:
+    tl.store(entropies + part, tl.sum(entropy, 0) * -0.6931471805599453)
+    if variance_out is not None:
         tl.store(shifts + part, tl.sum(shift, 0))

@@ -1,12 +1,13 @@
 """From a finished prefill to packed pages: score every layer, choose, move. Nothing syncs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.move_kept import move_kept
+from kvcompress_kernels.window_scores import WindowScores, window_scores_of_layers
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.messages.step import Compression
 from vllm_kvcompress.engine.pages.layouts import PageViews, Strided
@@ -75,7 +76,7 @@ class Packer:
     ) -> None:
         self.pool, self.num_layers = pool, num_layers
         self.keys, self.values = layout.views(pool.pages)
-        self._scale = scale
+        self._scale, self._longest = scale, pool.longest
 
     def read(self, pages: torch.Tensor) -> PageViews:
         """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
@@ -98,7 +99,7 @@ class Packer:
             ``[L]`` int64: pages that each layer keeps.
         """
         todo, plan, method = finished.todo, finished.todo.plan, finished.method
-        layers = [self.observe(layer, finished) for layer in range(self.num_layers)]
+        layers = self.observe(finished)
         pages = method.layer_pages(plan, layers)
         counts = to_device(pages, torch.int32, self.pool.pages.device)
         free = self.pool.destination(todo.destination)[: plan.pages]
@@ -121,21 +122,53 @@ class Packer:
             cache = self.keys, self.values
             move_kept(*cache, move.prompt, move.kept, move.counts, move.targets, into=cache)
 
-    def observe(self, layer: int, finished: Finished) -> Observed:
-        """Score one layer of a prompt (`Method.observe`)."""
+    def observe(self, finished: Finished) -> list[Observed]:
+        """Score every layer of a prompt (`Method.observe`), as many at once as its length allows.
+
+        What is held at once is no more than one layer of the longest prompt takes: short prompts,
+        whose kernels are done before the next one is launched, share their launches.
+        """
+        observed: list[Observed] = []
+        at_once = max(self._longest // finished.todo.plan.tokens, 1)
+        for start in range(0, self.num_layers, at_once):
+            layers = range(start, min(start + at_once, self.num_layers))
+            observed += self._observe_together(finished, layers)
+        return observed
+
+    def _observe_together(self, finished: Finished, layers: range) -> Iterator[Observed]:
         method, plan = finished.method, finished.todo.plan
-        reads, query, sums = method.reads_of(layer), None, None
-        if Reads.WINDOW in reads:
-            query = finished.queries.get(layer)
+        reads = [method.reads_of(layer) for layer in layers]
+        places = [
+            self.where(layer, finished.blocks, read)
+            for layer, read in zip(layers, reads, strict=True)
+        ]
+        watched = [place for place, read in zip(places, reads, strict=True) if Reads.WINDOW in read]
+        windows = dict[int, WindowScores]()
+        if watched:
+            scores = window_scores_of_layers(
+                [self._window_queries(finished, place.layer) for place in watched],
+                watched[0].key_pages,
+                torch.stack([place.pages for place in watched]),
+                plan.tokens,
+                self._scale,
+                variance=Reads.VARIANCE in method.reads,
+            )
+            windows = {place.layer: seen for place, seen in zip(watched, scores, strict=True)}
+        for place, read in zip(places, reads, strict=True):
+            sums = finished.sums[place.layer] if Reads.COLUMN_SUMS in read else None
+            yield method.observe(place, plan, windows.get(place.layer), sums)
+
+    @staticmethod
+    def _window_queries(finished: Finished, layer: int) -> torch.Tensor:
+        """``[w, Hq, D]``."""
+        query, plan = finished.queries.get(layer), finished.todo.plan
+        if query is None or len(query) != plan.window:
             kept = 0 if query is None else len(query)
-            if kept != plan.window:
-                raise RuntimeError(
-                    f"request {finished.todo.request_id}: {kept} window queries were kept at the"
-                    f" end of prefill, {plan.window} are needed"
-                )
-        if Reads.COLUMN_SUMS in reads:
-            sums = finished.sums[layer]
-        return method.observe(self.where(layer, finished.blocks, reads), plan, query, sums)
+            raise RuntimeError(
+                f"request {finished.todo.request_id}: {kept} window queries were kept at the end"
+                f" of prefill, {plan.window} are needed"
+            )
+        return query
 
     def _in_place(self, plan: PagePlan, method: Method, move: Move) -> None:
         """Through a staging buffer: a layer's target may be another layer's source.

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from kvcompress_kernels.page_tables import page_tables_into
+from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.errors import SeamError
 
 
@@ -118,6 +118,11 @@ class PagePool:
         self._free = list(range(max_requests, 0, -1))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the tables have room for."""
+        return self._packed.shape[2] * self.block_size
+
+    @property
     def busy(self) -> bool:
         """Whether any request is compressed."""
         return bool(self._slots)
@@ -175,7 +180,7 @@ class PagePool:
     def tables(
         self, slots: list[int], block_table: torch.Tensor, seq_lens: torch.Tensor, rows: int
     ) -> LayerTables:
-        """Refresh what every layer reads in this step (`page_tables_into`); no sync.
+        """Refresh what every layer reads in this step (`page_tables`); no sync.
 
         Args:
             slots: of the batch's requests, in row order.
@@ -188,7 +193,7 @@ class PagePool:
                 self._live.fill_(len(slots))
             self._uploaded = slots
             async_tensor_h2d(slots, out=self._row_slots[: len(slots)])
-        page_tables_into(
+        page_tables(
             block_table,
             seq_lens,
             self._packed,

@@ -20,8 +20,9 @@ class Seam:
     Args:
         name: module of this package that uses it.
         target: ``module:qualname`` in vLLM.
-        kind: "registry" (vLLM's own hook), "subclass" (chosen by a flag) or "wrap" (a method
-            that is called through, with something added before or after).
+        kind: "registry" (vLLM's own hook), "subclass" (chosen by a flag), "wrap" (a method
+            that is called through, with something added before or after) or "use" (only called
+            or read).
         params: parameters of `target` that we pass or override by name.
         remove_when: observable event after which the entry can go.
         on: the platform that needs it, "cpu" or "cuda"; both when empty.

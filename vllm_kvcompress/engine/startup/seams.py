@@ -18,6 +18,7 @@ _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils:"
 _TABLES = "vLLM has a plugin interface for per-layer block tables"
 _USAGE = "vLLM carries a plugin's figures from the scheduler to an answer's usage"
 _HOOK = "never: vLLM's own hook"
+_USED = "we no longer import it"
 
 
 def _seams(
@@ -266,6 +267,84 @@ SEAMS = (
         "wrap",
         "torch uploads host lists without waiting",
         "vllm.utils.torch_utils:async_tensor_h2d(data, device, dtype, out)",
+    ),
+    *_seams(
+        "startup",
+        "use",
+        _USED,
+        "vllm.config:VllmConfig",
+        "vllm.platforms:current_platform",
+        "vllm.logger:init_logger",
+        "vllm:envs",
+    ),
+    *_seams("frontend", "use", _USED, "vllm.exceptions:VLLMValidationError"),
+    *_seams(
+        "frontend",
+        "use",
+        _USED,
+        "vllm.entrypoints.openai.models.protocol:BaseModelPath(name, model_path)",
+    ),
+    *_seams(
+        "scheduling",
+        "use",
+        _USED,
+        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
+        "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
+        "vllm.v1.core.kv_cache_utils:BlockHashList",
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock(block_id, ref_cnt)",
+        "vllm.v1.core.sched.output:SchedulerOutput"
+        "(scheduled_new_reqs, scheduled_cached_reqs, finished_req_ids, preempted_req_ids)",
+        "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
+        "vllm.v1.kv_cache_interface:AttentionSpec(block_size, num_kv_heads, head_size, dtype)",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec"
+        "(head_size_v, sliding_window, attention_chunk_size)",
+        "vllm.v1.kv_cache_interface:KVCacheSpec",
+        "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
+    ),
+    *_seams(
+        "worker",
+        "use",
+        _USED,
+        "vllm.config:CUDAGraphMode",
+        "vllm.config:ParallelConfig",
+        "vllm.model_executor.layers.attention:Attention",
+        "vllm.v1.kv_cache_interface:KVCacheConfig(num_blocks, kv_cache_groups)",
+        "vllm.v1.outputs:ModelRunnerOutput",
+    ),
+    *_seams(
+        "attention",
+        "use",
+        _USED,
+        "vllm.v1.attention.backend:AttentionType",
+        "vllm.v1.attention.backend:CommonAttentionMetadata"
+        "(query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, num_actual_tokens,"
+        " max_query_len, max_seq_len, block_table_tensor, slot_mapping, causal)",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.clear_override",
+    ),
+    *_seams(
+        "attention.cpu",
+        "use",
+        _USED,
+        f"{_CPU_ATTN}CPUAttentionBackend.get_impl_cls",
+        f"{_CPU_ATTN}CPUAttentionBackend.get_builder_cls",
+        f"{_CPU_ATTN}CPUAttentionMetadata"
+        "(num_actual_tokens, max_query_len, query_start_loc, max_seq_len, seq_lens, block_table,"
+        " slot_mapping, scheduler_metadata, causal)",
+        on="cpu",
+    ),
+    *_seams(
+        "attention.cuda",
+        "use",
+        _USED,
+        "vllm.v1.attention.backend:AttentionCGSupport",
+        "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
+        f"{_FLASH}FlashAttentionBackend.get_impl_cls",
+        f"{_FLASH}FlashAttentionBackend.get_builder_cls",
+        f"{_TRITON}TritonAttentionBackend.get_impl_cls",
+        f"{_TRITON}TritonAttentionBackend.get_builder_cls",
+        on="cuda",
     ),
 )
 

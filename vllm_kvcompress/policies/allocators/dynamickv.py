@@ -47,7 +47,11 @@ class DynamicKV:
         return [*range(self.every, num_layers, self.every), num_layers]
 
     def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
-        """``[N]`` int64, past tokens to keep: in [0, B_max], sum ``N * min(base, P)``."""
+        """``[N]`` int64, past tokens to keep: in [0, B_max], sum at most ``N * min(base, P)``.
+
+        It is less where the caps that earlier updates left hold less. Rounding to pages makes up
+        the total then, and may go beyond B_max in doing so.
+        """
         scores = None if stats is None else stats.scores
         if scores is None or len(scores) != prompt.num_layers:
             raise ValueError(f"dynamickv needs the scores of {prompt.num_layers} layers")

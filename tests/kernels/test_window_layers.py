@@ -1,0 +1,132 @@
+"""`window_scores` of several layers at once, and what the tests of one layer leave out."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvcompress_kernels.window_scores import reference as window_scores_ref
+from kvcompress_kernels.window_scores import window_scores, window_scores_of_layers
+from paging import paged_keys
+
+close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+
+
+def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=False):
+    """Layers of a prompt in one cache, NaN between them: queries, key_pages and pages."""
+    rng = np.random.RandomState(0)
+    stores, pages, used = [], [], 0
+    for layer in range(layers):
+        k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).float()
+        view, own = paged_keys(k, block, seed=layer, dtype=dtype, interleave=interleave)
+        pages.append(own + used)
+        used += len(view)
+        stores.append(view.permute(0, 3, 1, 2) if interleave else view)
+    cache = torch.cat(stores)
+    cache = cache.permute(0, 2, 3, 1) if interleave else cache
+    queries = torch.from_numpy(rng.standard_normal((layers, w, heads, dim))).to(dtype)
+    return list(queries), cache, torch.stack(pages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("interleave", [False, True], ids=["heads-first", "tokens-first"])
+@pytest.mark.parametrize("tokens", [37, 64, 1100])
+def test_layers_get_what_they_get_alone(tokens, dtype, interleave):
+    """Bit for bit, and what the reference says; with the variance and without."""
+    queries, cache, pages = prompt(3, tokens, 6, 2, 16, 16, 8, dtype, interleave=interleave)
+    for variance in (True, False):
+        together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, variance=variance)
+        assert len(together) == 3
+        for query, own, got in zip(queries, pages, together, strict=True):
+            alone = window_scores(query, cache, own, tokens, 0.3, variance=variance)
+            want = window_scores_ref.run(query, cache, own, tokens, 0.3, variance)
+            for name in got._fields:
+                values = [getattr(found, name) for found in (got, alone, want)]
+                if not variance and name == "variance":
+                    assert values == [None] * 3
+                    continue
+                assert torch.equal(values[0], values[1]), name
+                torch.testing.assert_close(values[0], values[2], **close)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "w", "dtype"),
+    [
+        (4, 1, 128, 16, 32, torch.bfloat16),
+        (16, 1, 64, 32, 16, torch.bfloat16),
+        (9, 3, 80, 7, 3, torch.float16),
+        (2, 2, 96, 128, 1, torch.bfloat16),
+        (1, 1, 256, 48, 150, torch.bfloat16),
+        (2, 1, 8, 160, 8, torch.bfloat16),
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_shapes_of_models(heads, kv_heads, dim, block, w, dtype):
+    """The last: each layer's prompt is in one page."""
+    tokens, scale = w + 70, dim**-0.5
+    queries, cache, pages = prompt(2, tokens, heads, kv_heads, dim, block, w, dtype)
+    together = window_scores_of_layers(queries, cache, pages, tokens, scale, variance=w > 1)
+    for query, own, got in zip(queries, pages, together, strict=True):
+        want = window_scores_ref.run(query, cache, own, tokens, scale, w > 1)
+        for name in got._fields:
+            if getattr(want, name) is not None:
+                torch.testing.assert_close(getattr(got, name), getattr(want, name), **close)
+
+
+@pytest.mark.parametrize(("heads", "w"), [(4, 8), (3, 11), (1, 140)])
+def test_equal_keys_get_equal_scores(heads, w):
+    """Wherever they lie, in a tile of the past or beside the window: ties go by position."""
+    past = 100
+    k = torch.randn(1, past + w, 16)
+    k[:, :past] = k[:, :1]
+    view, pages = paged_keys(k, 16)
+    got = window_scores(torch.randn(w, heads, 16), view, pages, past + w, 0.3, variance=True)
+    assert torch.equal(got.total, got.total[:, :1].expand(-1, past))
+    assert torch.equal(got.variance, got.variance[:, :1].expand(-1, past))
+    assert torch.equal(got.last[:, :past], got.last[:, :1].expand(-1, past))
+
+
+def test_a_negative_scale():
+    view, pages = paged_keys(torch.randn(2, 40, 8), 16)
+    q = torch.randn(4, 4, 8)
+    first = window_scores(q, view, pages, 40, -0.7, variance=True)
+    second = window_scores(-q, view, pages, 40, 0.7, variance=True)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_query_and_keys_of_two_dtypes():
+    k, q = torch.randn(2, 40, 8).bfloat16(), torch.randn(4, 4, 8)
+    first = window_scores(q, *paged_keys(k, 16, dtype=torch.bfloat16), 40, 0.3, variance=True)
+    second = window_scores(q, *paged_keys(k, 16), 40, 0.3, variance=True)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+GOOD = {
+    "queries": [torch.zeros(4, 4, 8)] * 2,
+    "key_pages": torch.zeros(5, 2, 8, 16),
+    "pages": torch.zeros(2, 3, dtype=torch.int64),
+    "tokens": 40,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": []}, "there must be a layer; got 0"),
+        ({"queries": [torch.zeros(4, 4, 8)]}, r"pages must be \[1, 3\]; got \(2, 3\)"),
+        ({"queries": [torch.zeros(4, 4, 8), torch.zeros(3, 4, 8)]}, "one shape and dtype"),
+        ({"queries": [torch.zeros(4, 4, 8), torch.zeros(4, 4, 8).half()]}, "one shape and dtype"),
+        ({"queries": [torch.zeros(40, 4, 8)] * 2}, "0 < window < tokens must hold"),
+        ({"queries": [torch.zeros(1, 4, 8)] * 2}, "a variance needs a window of at least 2"),
+        ({"queries": [torch.zeros(4, 3, 8)] * 2}, "Hq must be a multiple of Hkv=2"),
+        ({"queries": [torch.zeros(4, 4, 6)] * 2}, "key_pages must have head dim 6"),
+        ({"pages": torch.zeros(2, 2, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
+        ({"pages": torch.zeros(3, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_shapes_are_checked(change, message):
+    window_scores_of_layers(**GOOD, scale=1.0, variance=True)
+    with pytest.raises(ValueError, match=message):
+        window_scores_of_layers(**GOOD | change, scale=1.0, variance=True)
