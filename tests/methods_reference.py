@@ -1,4 +1,4 @@
-"""METHODS in float64 by loops over numpy arrays: slow, obvious, no code of the package.
+"""docs/methods.md in float64 by loops over numpy arrays: slow, obvious, no code of the package.
 
 One function per section. Shapes: q ``[Hq, S, d]``, k and v ``[Hkv, S, d]`` of one layer.
 """

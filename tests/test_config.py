@@ -73,7 +73,7 @@ def test_off_by_default():
     ],
 )
 def test_presets(name, allocator, scorer, window):
-    """METHODS section 0, REC rows; StreamingLLM's own window is its ranking."""
+    """docs/methods.md 0; StreamingLLM's own window is its ranking."""
     config = parse(name)
     assert config.enabled
     assert config.build_allocator() == allocator
@@ -161,7 +161,7 @@ def test_published_r_max():
 
 
 def test_a_ratio_is_rounded_once_where_the_method_says_so():
-    """METHODS 2.5: ``round(rho * S * N)`` for D2O, a floor in every layer for the others."""
+    """docs/methods.md 1.2 and 2.5: ``round(rho * S * N)`` for D2O, a floor per layer for others."""
     assert parse("d2o", budget=0.2).prompt(6, 257).kept == 308
     assert parse("snapkv", budget=0.2).prompt(6, 257).kept == 6 * 51
     assert parse("d2o", budget=51).prompt(6, 257).kept == 6 * 51
@@ -306,7 +306,7 @@ def test_window_has_a_limit():
 
 
 def test_window_of_cake():
-    """A sample variance over one row does not exist (METHODS 2.3)."""
+    """A sample variance over one row does not exist (docs/methods.md 2.3)."""
     for window in (0, 1):
         refused("window", f"got {window}", window=window)
         refused("window", raw={"compress": "snapkv", "allocator": "cake", "window": window})

@@ -1,4 +1,4 @@
-"""Every preset on plain tensors, against METHODS in float64."""
+"""Every preset on plain tensors, against docs/methods.md in float64."""
 
 import math
 

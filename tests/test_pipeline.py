@@ -93,7 +93,7 @@ def test_layer_pages_by_hand():
 
 
 def slow_positions(row, plan, pages):
-    """METHODS 1.6 and ENGINE 2 by loops over one head's past scores."""
+    """docs/methods.md 1.6 and 1.8 by loops over one head's past scores."""
     end = plan.full_blocks * plan.block_size
     past = plan.tokens - plan.window
     protected = [j for j in range(end) if j >= past]

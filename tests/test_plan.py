@@ -61,7 +61,7 @@ def test_nothing_to_remove_where_the_window_needs_every_page():
 @prop
 @given(cases())
 def test_formulas(case):
-    """ENGINE section 2, in rationals; with no window and no tail a layer keeps a page."""
+    """docs/methods.md 1.8, in rationals; with no window and no tail a layer keeps a page."""
     p, block = case
     layers, full = p.num_layers, p.tokens // block
     tail = p.tokens - full * block

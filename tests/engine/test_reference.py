@@ -1,4 +1,4 @@
-"""What the engine keeps, against METHODS in float64: positions, bytes and budgets of a real prompt.
+"""What the engine keeps of a prompt, against docs/methods.md in float64: positions, bytes, budgets.
 
 The reference sees the queries, keys and values that the attention layers received; the engine's
 side is read back from the pages that decode steps will read.
@@ -49,7 +49,7 @@ def record(llm) -> dict[int, dict[str, list[torch.Tensor]]]:
 
 
 def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """METHODS 1 and CAKE, in float64: mean and variance ``[Hq, P]`` over the window, H and V."""
+    """docs/methods.md 1.4 and 2.3 in float64: mean, variance ``[Hq, P]`` over the window, H, V."""
     heads, group, past = q.shape[1], q.shape[1] // k.shape[1], len(k) - WINDOW
     q, k = q.double()[-WINDOW:], k.double()
     mean, variance, entropy = [], [], 0.0

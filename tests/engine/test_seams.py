@@ -1,4 +1,4 @@
-"""Trap 22: what we need of vLLM is a table, and the table is checked on the vLLM that runs."""
+"""What we need of vLLM is a table, checked on the vLLM that runs (docs/traps.md, trap 22)."""
 
 import ast
 import importlib

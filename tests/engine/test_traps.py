@@ -1,5 +1,5 @@
-"""The traps that public attempts at this fell into; tests of traps carry their number, here and
-elsewhere (`pytest -k trap`).
+"""The traps that public attempts at this fell into (docs/traps.md): tests carry their numbers, here
+and elsewhere (`pytest -k trap`).
 
 Traps of speculative decoding, KV connectors and quantised caches are refused (test_refusals.py).
 """

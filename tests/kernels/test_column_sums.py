@@ -13,11 +13,11 @@ from paging import Largest, paged_keys
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def slow(q, k, scale):
-    """METHODS section 3 in float64 by loops: q ``[Hq, T, d]``, k ``[Hkv, S, d]``."""
+    """docs/methods.md 3 in float64 by loops: q ``[Hq, T, d]``, k ``[Hkv, S, d]``."""
     heads, count, _ = q.shape
     group, tokens = heads // len(k), k.shape[1]
     sums = np.zeros((heads, tokens))

@@ -16,7 +16,7 @@ from kvcompress_kernels.window_scores import window_scores
 from paging import paged_keys, paged_values
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 float8 = pytest.mark.parametrize("float8", builds.FLOAT8, ids=str)
 query_of = pytest.mark.parametrize("dtype", builds.FLOATS, ids=str)

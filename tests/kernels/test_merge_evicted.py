@@ -14,12 +14,12 @@ from paging import Largest, paged_keys, paged_values
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
 prop = settings(derandomize=True, deadline=None, max_examples=3 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.reference)
 
 
 def slow(k, v, kept):
-    """METHODS section 6 in float64 by loops: k ``[Hkv, S, d]``, v ``[Hkv, S, dv]``."""
+    """docs/methods.md 6 in float64 by loops: k ``[Hkv, S, d]``, v ``[Hkv, S, dv]``."""
     k_out, v_out = [], []
     for g, stay in enumerate(kept):
         norm = [max(np.linalg.norm(x), 1e-12) for x in k[g]]
@@ -113,7 +113,7 @@ def planar(*cosines):
 
 
 def test_by_hand():
-    """The values of METHODS section 6; a third token lowers the threshold, and is dropped."""
+    """The values of docs/methods.md 6; a third token lowers the threshold, and is dropped."""
     k = planar(1.0, 0.8, 0.2, -1.0)
     v = torch.tensor([[[0.0, 2.0], [1.0, 1.0], [3.0, 0.0], [50.0, 50.0]]])
     keys, values = merge(k, v, torch.tensor([[0]]))

@@ -57,7 +57,7 @@ def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
 
 
 def flat_ids(layout, layers, blocks):
-    """ENGINE section 1: (layer_offset, block_stride)."""
+    """docs/architecture.md, The flat page pool: (layer_offset, block_stride)."""
     if layout == "compact":
         return torch.arange(layers, dtype=i32) * blocks, 1
     return torch.arange(layers, dtype=i32), layers

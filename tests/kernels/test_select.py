@@ -28,7 +28,7 @@ def padded(kept, most):
 
 
 def ranked(row):
-    """METHODS 1.6: the best, then the first; NaN last, level with -inf."""
+    """docs/methods.md 1.6: the best, then the first; NaN last, level with -inf."""
     return sorted(range(len(row)), key=lambda j: (math.inf if math.isnan(row[j]) else -row[j], j))
 
 
@@ -37,7 +37,7 @@ def top(row, keep):
 
 
 def best_chunks(rows, keep, size):
-    """METHODS 5 of the rows' sum: the chunks of the best mean, the last of them cut."""
+    """docs/methods.md 5 of the rows' sum: the chunks of the best mean, the last of them cut."""
     token = [sum(column) for column in zip(*rows, strict=True)]
     parts = [range(a, min(a + size, len(token))) for a in range(0, len(token), size)]
     mean = [sum(token[j] for j in part) / len(part) for part in parts]

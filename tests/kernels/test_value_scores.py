@@ -13,11 +13,11 @@ from paging import Largest, paged_values
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def slow(h, v, fast, reduce):
-    """METHODS 4.6 in float64 by loops: h ``[Hq, S]``, v ``[Hkv, S, d]``."""
+    """docs/methods.md 4.6 in float64 by loops: h ``[Hq, S]``, v ``[Hkv, S, d]``."""
     kv_heads, tokens, _ = v.shape
     group = len(h) // kv_heads
     out = np.zeros((kv_heads, tokens))
@@ -97,7 +97,7 @@ def test_any_shape(heads, tokens, block, sharpness, fast, reduce, seed):
 
 
 def test_by_hand():
-    """The example of METHODS 4.6: full and fast evict different tokens."""
+    """The example of docs/methods.md 4.6: full and fast evict different tokens."""
     h = torch.tensor([[0.5, 0.3, 0.2]])
     v = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]])
     full, fast = score(h, v, fast=False), score(h, v, fast=True)

@@ -12,11 +12,11 @@ from paging import paged_keys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
-close = {"rtol": 1e-4, "atol": 1e-6}  # METHODS section 9
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def slow(q, k, scale):
-    """METHODS 1.4, 2.3 and 4.5 in float64 by loops: q ``[Hq, w, d]``, k ``[Hkv, S, d]``."""
+    """docs/methods.md 1.4, 2.3 and 4.5 in float64 by loops: q ``[Hq, w, d]``, k ``[Hkv, S, d]``."""
     heads, w, _ = q.shape
     group, tokens = heads // len(k), k.shape[1]
     past = tokens - w

@@ -173,7 +173,7 @@ def test_cake_preferences_are_ratios_of_the_equation(values, tau1, tau2):
 
 
 def test_cake_preference_of_tiny_mha():
-    """METHODS 4.5: P(1.6, 0.4) = 0.00993233021 for H and V of the shape check."""
+    """docs/methods.md 4.5: P(1.6, 0.4) = 0.00993233021 for H and V of the shape check."""
     share = preferences(Cake(tau1=1.6, tau2=0.4), (9.68691241, 0.0895930078), (1.0, 1.0))
     assert share == pytest.approx([0.00993233021, 1.0], rel=1e-8)
 
@@ -211,7 +211,7 @@ def test_cake_sum_is_exact_where_preferences_are_subnormal():
 @prop
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=12), prompts())
 def test_cake_shares_follow_any_common_factor(shifts, p):
-    """Sums or means over heads, rows and columns: a common factor cancels (METHODS 2.3)."""
+    """Sums or means over heads, rows and columns: a common factor cancels (docs/methods.md 2.3)."""
     p = prompt(len(shifts), p.budget, p.window, p.tokens)
     one = allocate(Cake(), p, weighted(*shifts))
     two = allocate(Cake(), p, weighted(*(s * 7.5 for s in shifts)))

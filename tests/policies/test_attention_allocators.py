@@ -1,4 +1,4 @@
-"""CAKE, DynamicKV and D2O: METHODS 2.3 to 2.5."""
+"""CAKE, DynamicKV and D2O: docs/methods.md 2.3 to 2.5."""
 
 import math
 
@@ -119,7 +119,7 @@ def of_variances(*rows):
     ],
 )
 def test_d2o_worked_example(norm, expected):
-    """METHODS prints two decimals of the statistics, and budgets of the whole ones."""
+    """docs/methods.md 2.5 prints two decimals of the statistics, and budgets of the whole ones."""
     got = D2O(norm=norm).allocate(
         prompt(6, 51, 0, 257, total=308), of_variances(*((f,) for f in RAW))
     )

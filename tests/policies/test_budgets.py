@@ -26,7 +26,7 @@ def round_to_pages(tokens, plan):
 
 
 def water_fill(weights, rest, room):
-    """METHODS 2.0 step 3 in exact rationals."""
+    """docs/methods.md 2.0 step 3 in exact rationals."""
     x = [Fraction(0)] * len(weights)
     for shares in (weights, [1] * len(weights)):
         active = [i for i in range(len(room)) if shares[i] > 0 and x[i] < room[i]]
@@ -46,7 +46,7 @@ def water_fill(weights, rest, room):
 
 
 def exact_apportion(weights, total, caps, floor=0):
-    """METHODS 2.0 in exact rationals."""
+    """docs/methods.md 2.0 in exact rationals."""
     if sum(caps) <= total:
         return list(caps)
     given_ = [min(floor, c) for c in caps]

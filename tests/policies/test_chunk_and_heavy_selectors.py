@@ -1,4 +1,4 @@
-"""ChunkKV's chunks and D2O's split: METHODS 5 and 6."""
+"""ChunkKV's chunks and D2O's split: docs/methods.md 5 and 6."""
 
 import numpy as np
 import pytest

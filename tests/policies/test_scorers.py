@@ -37,7 +37,7 @@ def columns(total, kv_heads, *, rows=0, variance=None):
 
 
 def slow_pool(x, kind, kernel):
-    """METHODS 1.5: avg pads with zeros and always divides by the kernel; max pads with -inf."""
+    """docs/methods.md 1.5: avg pads with 0 and always divides by the kernel; max pads with -inf."""
     half, n = kernel // 2, x.shape[1]
     out = np.empty_like(x)
     for h in range(len(x)):
@@ -124,7 +124,7 @@ def test_max_pooling_makes_exact_plateaus(shape):
 
 
 def test_cake_hand_check():
-    """METHODS 4.5: the mean alone would rank the columns the other way."""
+    """docs/methods.md 4.5: the mean alone would rank the columns the other way."""
     rows = torch.tensor([[[0.1, 0.25], [0.3, 0.25]]])
     total, variance = rows.sum(1), rows.var(1)
     got = CakeIndicator(kernel=1).score(columns(total, 1, rows=2, variance=variance))
@@ -148,7 +148,7 @@ def test_cake_equals_the_equation(shape, w, gamma):
 
 
 def test_tiny_mha_shape_check():
-    """METHODS 4.5 and 9 (q_scale 1.5, no sink): from queries and keys to the scores."""
+    """docs/methods.md 4.5 and 9 (q_scale 1.5, no sink): from queries and keys to the scores."""
     rs = np.random.RandomState(11)
     q, k = 1.5 * rs.standard_normal((2, 12, 4)), rs.standard_normal((2, 12, 4))
     window = torch.from_numpy(q[:, -3:]).float().transpose(0, 1)
@@ -227,7 +227,7 @@ def test_streamingllm_refuses_sinks(sinks):
 
 
 def test_defaults():
-    """METHODS section 0, REC rows."""
+    """docs/methods.md 4.1, 4.4 and 4.5."""
     assert (SnapKV().pooling, SnapKV().kernel) == ("max", 7)
     assert (CakeIndicator().gamma, CakeIndicator().kernel) == (200.0, 5)
     assert StreamingLLM().sinks == 4

@@ -19,7 +19,7 @@ def top_k(scores, keep):
 
 
 def sorted_top(row, keep):
-    """METHODS 1.6 by a plain sort; NaN last."""
+    """docs/methods.md 1.6 by a plain sort; NaN last."""
 
     def rank(j):
         return (math.inf if math.isnan(row[j]) else -row[j], j)

@@ -11,7 +11,7 @@ def column_sums(
 ) -> torch.Tensor:
     """Attention each token got from the last T tokens: ``c[h, j] = sum_i A[h, i, j]``.
 
-    ``A = softmax(scale * q k^T)`` by rows, causal (METHODS section 3; H2O, arXiv:2306.14048). The
+    ``A = softmax(scale * q k^T)`` by rows, causal (docs/methods.md 3; H2O, arXiv:2306.14048). The
     sums of a prompt's chunks, each padded with zeros, add up to those of the whole prompt, whose
     total is `tokens` per query head. Query head h reads KV head ``h // (Hq // Hkv)``.
 

@@ -21,11 +21,11 @@ def select(
     first: int | torch.Tensor = 0,
     last: int | torch.Tensor = 0,
 ) -> torch.Tensor:
-    """The best positions of each row, exact ties included (METHODS 1.6).
+    """The best positions of each row, exact ties included (docs/methods.md 1.6).
 
     Row r gives ``n = min(keep[r], columns[r], most)`` positions (none if that is negative): its
     first ``f = min(first, n)``, its last ``min(last, n - f)``, whatever their scores, and the best
-    of the others (D2O's sinks, recents and heavy hitters, METHODS 6).
+    of the others (D2O's sinks, recents and heavy hitters, docs/methods.md 6).
 
     Args:
         scores: ``[R, W]`` float32, rows of stride 1; what they hold from ``columns[r]`` on does
@@ -65,7 +65,7 @@ def select_chunks(
     size: int,
     heads: int = 1,
 ) -> torch.Tensor:
-    """Runs of `size` tokens, the best ones of each group of rows (ChunkKV, METHODS 5).
+    """Runs of `size` tokens, the best ones of each group of rows (ChunkKV, docs/methods.md 5).
 
     Scores are summed over the `heads` consecutive rows of a group. A chunk is worth the mean of
     its tokens, the last and shorter one too, in float64, so that equal chunks tie; ties go to the
