@@ -1,0 +1,298 @@
+"""What the code says of the docs, and what the docs say of the code, is there.
+
+Comments cite sections of docs/methods.md by number, tests carry the numbers of docs/traps.md, and
+the docs name methods, files and tests. Any of these may be renamed; then this tells.
+"""
+
+import ast
+import fnmatch
+import os
+import re
+import runpy
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from vllm_kvcompress.policies.allocators import ALLOCATORS
+from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.policies.scorers import SCORERS
+from vllm_kvcompress.policies.selectors import SELECTORS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+METHODS, TRAPS = DOCS / "methods.md", DOCS / "traps.md"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+CODE = ("vllm_kvcompress", "kernels", "tests", "benchmarks")
+TABLES = {"Allocator": ALLOCATORS, "Scorer": SCORERS, "Selector": SELECTORS}
+
+NUMBER = r"\d+(?:\.\d+)?"
+CITED = re.compile(rf"docs/methods\.md,? ({NUMBER}(?:(?:, | and | to ){NUMBER})*)")
+# how texts were cited that are not in this repository
+ELSEWHERE = re.compile(r"\b(METHODS|ENGINE|TRAPS) (section )?\d|\bREC rows|\b[A-Z]{4,}\.md \d")
+RUN_TOGETHER = re.compile(r"\s+#?\s*")  # a comment may break a citation into two lines
+
+
+def parsed(path: Path) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(path.read_text())
+
+
+def inline(path: Path) -> Iterator[Token]:
+    return (child for token in parsed(path) for child in token.children or ())
+
+
+@cache
+def headings(path: Path) -> list[str]:
+    tokens = parsed(path)
+    return [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
+
+
+def anchor(heading: str) -> str:
+    """As GitHub and Python-Markdown both make it."""
+    return re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def sections(path: Path, level: str) -> dict[str, str]:
+    """The text under each heading that begins with `level`, up to the next heading."""
+    parts = re.split(rf"^({level} .+)$", path.read_text(), flags=re.MULTILINE)
+    return {title.lstrip("# "): body for title, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+@cache
+def files() -> frozenset[str]:
+    """Every file and folder of the repository, from its root."""
+    found = set()
+    for folder, below, names in os.walk(ROOT):
+        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
+        here = Path(folder).relative_to(ROOT)
+        found.update((here / name).as_posix() for name in [*below, *names])
+    return frozenset(found)
+
+
+@cache
+def functions(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    own = Path(__file__).relative_to(ROOT).as_posix()
+    for name in sorted(files()):
+        if name.startswith(CODE) and name.endswith((".py", ".md", ".sh")) and name != own:
+            yield name, (ROOT / name).read_text()
+
+
+# -- sections of methods.md -----------------------------------------------------------------------
+
+
+def numbered() -> dict[str, str]:
+    """Sections of methods.md by their number."""
+    return {title.split()[0]: body for title, body in sections(METHODS, "#{2,3}").items()}
+
+
+def test_every_cited_section_exists():
+    cited = [
+        (name, number)
+        for name, text in texts()
+        for match in CITED.finditer(RUN_TOGETHER.sub(" ", text))
+        for number in re.findall(NUMBER, match[1])
+    ]
+    assert len(cited) > 20
+    assert not [at for at in cited if at[1] not in numbered()]
+
+
+def test_nothing_is_cited_that_is_not_in_the_repository():
+    assert not [
+        (name, match[0])
+        for name, text in texts()
+        for match in ELSEWHERE.finditer(RUN_TOGETHER.sub(" ", text))
+    ]
+
+
+def test_sections_are_numbered_in_order():
+    numbers = [tuple(map(int, number.split("."))) for number in numbered()]
+    assert numbers == sorted(set(numbers))
+
+
+def part(cell: str) -> tuple[str, str]:
+    """Name and anchor of a link such as ``[`cake`](#23-cake)``, whatever follows."""
+    name, target = re.match(r"\[`(\w+)`\]\(#([\w-]+)\)", cell).groups()
+    return name, target
+
+
+def test_the_table_of_presets_is_the_codes():
+    body = sections(METHODS, "##")["0 At a glance"]
+    rows = {cells[1].strip(" `"): cells[2:] for cells in (x.split(" | ") for x in rows_of(body))}
+    assert list(rows) == list(PRESETS)
+    where = {anchor(heading): heading.split()[0] for heading in headings(METHODS)}
+    for name, (allocator, scorer, selector, window, merge, *_) in rows.items():
+        preset = PRESETS[name]
+        for role, cell in (("Allocator", allocator), ("Scorer", scorer), ("Selector", selector)):
+            linked, target = part(cell)
+            assert linked == getattr(preset, role.lower()), (name, role)
+            assert f"{role} `{linked}`." in named(where[target], role), (name, role)
+        assert int(window) == preset.window, name
+        assert merge == ("yes" if preset.merge else "no"), name
+
+
+def rows_of(body: str) -> list[str]:
+    """Lines of the first table below its head, with an empty first cell of a split."""
+    lines = [line for line in body.splitlines() if line.startswith("|")]
+    return [f" {line}" for line in lines[2:]]
+
+
+def named(number: str, role: str) -> str:
+    """What a section says it is: ``Allocator `cake`.`` and the like."""
+    found = re.findall(rf"{role} `(\w+)`", numbered()[number])
+    return " ".join(f"{role} `{name}`." for name in found)
+
+
+@pytest.mark.parametrize("role", TABLES)
+def test_every_part_of_a_method_has_one_section(role):
+    found = [
+        name for body in numbered().values() for name in re.findall(rf"\b{role} `(\w+)`", body)
+    ]
+    assert sorted(found) == sorted(TABLES[role])
+
+
+# -- traps ----------------------------------------------------------------------------------------
+
+
+def numbers_of(test: str) -> set[int]:
+    """``test_trap_09_10_what`` is about 9 and 10, ``test_trap_04_and_05_what`` about 4 and 5."""
+    numbers = re.match(r"test_trap((?:_\d+|_and(?=_\d))+)_", test)
+    return {int(number) for number in re.findall(r"\d+", numbers[1])} if numbers else set()
+
+
+def test_numbers_of_a_test():
+    assert numbers_of("test_trap_8_a_prompt_of_2_tokens") == {8}
+    assert numbers_of("test_trap_09_10_11_options") == {9, 10, 11}
+    assert numbers_of("test_trap_04_and_05_positions_and_slots") == {4, 5}
+    assert numbers_of("test_traps") == set()
+
+
+def traps() -> dict[int, str]:
+    found = sections(TRAPS, "##")
+    return {int(re.match(r"Trap (\d+): ", title)[1]): body for title, body in found.items()}
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+
+
+def test_traps_are_numbered_without_a_gap():
+    assert list(traps()) == [*range(1, len(traps()) + 1)]
+    for body in traps().values():
+        assert body.index("**Broke.**") < body.index("**Here.**") < body.index("**Shown by**")
+
+
+def test_every_trap_names_a_test_that_carries_its_number():
+    for number, body in traps().items():
+        carried = [numbers_of(test) for _, test in named_tests(body)]
+        assert any(number in numbers for numbers in carried), number
+
+
+def test_every_test_that_carries_a_number_is_named_there():
+    carrying = [
+        (name, test)
+        for name in files()
+        if name.startswith("tests/") and name.endswith(".py")
+        for test in functions(name)
+        if numbers_of(test)
+    ]
+    assert len(carrying) > 20
+    for name, test in carrying:
+        for number in numbers_of(test):
+            assert (name, test) in named_tests(traps()[number]), f"trap {number}: {name}::{test}"
+
+
+# -- what pages name ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors_resolve(page):
+    targets = [
+        str(token.attrs.get("href") or token.attrs.get("src"))
+        for token in inline(page)
+        if token.type in ("link_open", "image")
+    ]
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if fragment and file.suffix == ".md":
+            assert fragment in map(anchor, headings(file)), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_tests_that_are_named_exist(page):
+    named = [token.content for token in inline(page) if token.type == "code_inline"]
+    missing = [text for text in named if (path := path_in(text)) is not None and not is_there(path)]
+    assert not missing
+    assert not [
+        f"{path}::{test}"
+        for path, test in named_tests(page.read_text())
+        if test not in functions(path)
+    ]
+
+
+def path_in(text: str) -> str | None:
+    """The path that a code span names, alone or before ``::``; None where it names none."""
+    path = text.partition("::")[0].rstrip("/")
+    if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*", path) or path.startswith("."):
+        return None
+    source = path.endswith((".py", ".sh", ".svg", ".lock"))
+    below = "/" in path and (path.split("/")[0] in files() or path.endswith((".md", ".json")))
+    return path if source or below else None
+
+
+def is_there(path: str) -> bool:
+    """From the root, or as the end of a path: `engine/startup/seams.py`, `site/names.yaml`."""
+    return any(fnmatch.fnmatch(f"/{file}", f"*/{path}") for file in files())
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("tests/engine/test_traps.py::test_x", "tests/engine/test_traps.py"),
+        ("requirements/*.lock", "requirements/*.lock"),
+        ("policies/", None),
+        ("docs/", None),
+        ("deploy/overlays", "deploy/overlays"),
+        ("pipeline.py", "pipeline.py"),
+        ("/metrics", None),
+        ("python benchmarks/quality.py", None),
+        (".cache/compat", None),
+        ("config.json", None),
+    ],
+)
+def test_which_code_spans_are_paths(text, path):
+    assert path_in(text) == path
+
+
+def test_a_path_that_is_gone_is_missed():
+    assert is_there("engine/startup/seams.py")
+    assert not is_there("engine/startup/seam_table.py")
+    assert not is_there("eams.py")
+
+
+def test_every_room_and_every_op_has_its_place_on_the_map():
+    text = (DOCS / "architecture.md").read_text()
+    for file in (ROOT / "vllm_kvcompress").glob("[!_]*.py"):
+        assert f"`vllm_kvcompress/{file.name}`" in text, file.name
+    for parent in ("vllm_kvcompress/engine", "kernels/kvcompress_kernels"):
+        rooms = [path.parent for path in (ROOT / parent).glob("*/__init__.py")]
+        assert len(rooms) > 5
+        for room in rooms:
+            assert f"`{room.relative_to(ROOT).as_posix()}/`" in text, room.name
+
+
+def test_the_figure_is_what_its_script_draws():
+    script = runpy.run_path(str(DOCS / "figures" / "request_life.py"))
+    assert (DOCS / "request_life.svg").read_text() == script["draw"]()
