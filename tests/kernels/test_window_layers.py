@@ -8,7 +8,7 @@ from kvcompress_kernels.window_scores import reference as window_scores_ref
 from kvcompress_kernels.window_scores import window_scores, window_scores_of_layers
 from paging import paged_keys
 
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md, section 9
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=False):
