@@ -79,15 +79,21 @@ _REPEATED = {"--kv-alias"}
 _USAGE = ("--kv-usage", "usage")
 
 
-def _one_field(field: str) -> Callable[[str], str]:
-    """An argparse type that refuses a wrong value with the sentence of CompressionConfig."""
+def _parsed_as(field: str) -> Callable[[str], Any]:
+    """An argparse type: what the text means, or the sentence of CompressionConfig that refuses it.
 
-    def parse(text: str) -> str:
+    From here on it is a value. `fold` checks it with the others and reads no text again.
+    """
+
+    def parse(text: str) -> Any:
         try:
-            CompressionConfig.parse({"compress": "off", "allow_override": "off", field: text})
+            settings = CompressionConfig.parse(
+                {"compress": "off", "allow_override": "off", field: text}
+            )
         except ConfigError as e:
             raise argparse.ArgumentTypeError(str(e)) from None
-        return text
+        value = getattr(settings, field)
+        return value[0] if field == "alias" else value  # argparse collects repeated ones itself
 
     return parse
 
@@ -115,7 +121,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if flag in _REPEATED:  # a list in vLLM's --config arrives as several values of one flag
             repeated = {"action": "extend", "nargs": "+"}
         group.add_argument(
-            flag, type=_one_field(field), metavar=metavar, default=None, help=text, **repeated
+            flag, type=_parsed_as(field), metavar=metavar, default=None, help=text, **repeated
         )
     group.add_argument(
         "--kv-usage",
