@@ -1,6 +1,16 @@
 """KV-cache compression for vLLM: prompts are compressed at the end of prefill."""
 
-__version__ = "0.1.0"
+import importlib.metadata
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`, which stands in pyproject.toml alone: that of the installed package.
+
+    Looked up when it is asked for, since a source folder that is not installed has none.
+    """
+    if name == "__version__":
+        return importlib.metadata.version("vllm-kvcompress")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

@@ -36,6 +36,32 @@ URL = typer.Option("--url", metavar="URL", help="A running server, such as http:
 KEY = typer.Option("--api-key", envvar="VLLM_API_KEY", help="The server's, where it wants one.")
 
 
+def _print_versions(asked: bool) -> None:
+    """Print our version and the installed vLLM's, by its metadata: importing it takes seconds."""
+    if not asked:
+        return
+    from vllm_kvcompress import __version__
+    from vllm_kvcompress.engine.startup.import_failures import installed_vllm
+
+    typer.echo(f"vllm-kvcompress {__version__}, vLLM {installed_vllm() or 'not installed'}")
+    raise typer.Exit
+
+
+@app.callback()
+def _for_every_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Print the plugin's version and the installed vLLM's, and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
