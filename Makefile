@@ -9,9 +9,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
 TOOLS := .cache/tools
+DOCS := .cache/docs
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test lint compat kernels-sm90 bench locks sbom clean
+.PHONY: help setup packages model demo serve test lint docs compat kernels-sm90 bench locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -47,6 +48,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The variable silences an announcement of mkdocs-material's authors.
+docs: $(DOCS)/.complete  ## the documentation, in dist/site: every link is checked
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 # Debian's packages that tests run: the CPU image's own, and promtool with prometheus. Whoever may not
 # install them is told by the tests that are skipped. RUNLEVEL: no Prometheus is to be started.
 packages:
@@ -58,7 +63,7 @@ packages:
 	fi
 
 # Two workers with a thread each, file by file: most tests keep one core busy.
-test: packages model lint  ## everything CI runs
+test: packages model lint docs  ## everything CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --slowest-files 15
 
@@ -82,8 +87,10 @@ sbom: setup $(TOOLS)/.complete  ## what is installed, as CycloneDX, in dist/sbom
 	  --output-reproducible --output-file dist/sbom.cdx.json $(BIN)/python
 
 $(TOOLS)/.complete: requirements/tools.lock
-	@$(PYTHON) -m venv $(TOOLS)
-	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+$(DOCS)/.complete: requirements/docs.lock
+$(TOOLS)/.complete $(DOCS)/.complete:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@
 
 clean:  ## remove what the targets above made

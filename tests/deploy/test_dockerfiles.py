@@ -73,7 +73,7 @@ def test_both_images_run_the_version_that_every_test_runs_on():
     assert f"vllm/vllm-openai:v{pinned[1]}\n" in tag
 
 
-@pytest.mark.parametrize("name", ["cpu", "dev", "tools"])
+@pytest.mark.parametrize("name", ["cpu", "dev", "docs", "tools"])
 def test_every_pin_of_a_lock_has_a_hash(name):
     """Whatever else a lock may say would be installed without one."""
     text = (ROOT / "requirements" / f"{name}.lock").read_text()
@@ -86,7 +86,7 @@ def test_every_pin_of_a_lock_has_a_hash(name):
 def test_a_lock_is_never_installed_without_its_hashes():
     commands = (ROOT / "Makefile").read_text() + (DOCKER / "install-cpu.sh").read_text()
     installs = re.findall(r"^.*(?:-r|--requirement) .*(?:\.lock|\$<).*$", commands, re.MULTILINE)
-    assert len(installs) == 3  # setup, tools, image
+    assert len(installs) == 3  # setup, tools and docs, image
     assert all("--require-hashes" in line for line in installs), installs
 
 
