@@ -24,6 +24,7 @@ from manifests import (
     render,
 )
 from operator_schemas import SCHEMAS
+from vllm_kvcompress import __version__
 
 SERVING = [name for name in NAMES if not name.endswith("prefetch")]
 GPU = [name for name in SERVING if name != "cpu"]
@@ -253,7 +254,7 @@ def test_gpus_are_asked_for_where_they_are_needed(rendered):
             assert own["resources"]["limits"].get("nvidia.com/gpu") == asked
             where = "registry.example.com/team/" if name.startswith("example") else ""
             build = "cpu" if name == "cpu" else "cuda"
-            assert own["image"] == f"{where}vllm-kvcompress:0.1.0-{build}"
+            assert own["image"] == f"{where}vllm-kvcompress:{__version__}-{build}"
 
 
 def test_tensor_parallelism_fills_a_pods_gpus_and_has_shared_memory(rendered):
@@ -397,7 +398,7 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     models = {one(objects, "ConfigMap", "settings")["data"]["MODEL"] for objects in applied}
     assert models == {"team/model"}
     assert {container(objects)["image"] for objects in applied} == {
-        "registry.example.com/team/vllm-kvcompress:0.1.0-cuda"
+        f"registry.example.com/team/vllm-kvcompress:{__version__}-cuda"
     }
     for objects in applied:
         assert pods(objects)[0]["spec"]["imagePullSecrets"] == [{"name": "registry"}]

@@ -62,7 +62,7 @@ class Answer:
 
 
 def with_method(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with the README's first method where they name none."""
+    """The settings, with the method of the demo and the manifests where they name none."""
     named = settings.keys() & {"compress", "allocator", "scorer"}
     return settings if named else {"compress": "cake", **settings}
 
