@@ -1,3 +1,5 @@
+"""Defaults and budgets; one value in many processes."""
+
 import json
 import math
 import pickle
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from settings_as_written import parse, refused
 from vllm_kvcompress.config import MAX_WINDOW, CompressionConfig, parse_budget
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.plan import Prompt
@@ -28,21 +31,6 @@ from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf
-
-
-def parse(compress="cake", **more):
-    return CompressionConfig.parse({"compress": compress, **more})
-
-
-def refused(*words, raw=None, **settings_):
-    """The message of the refusal; it must be one line and hold every word."""
-    with pytest.raises(ConfigError) as caught:
-        CompressionConfig.parse(raw if raw is not None else {"compress": "cake", **settings_})
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-    return message
 
 
 # -- defaults ---------------------------------------------------------------------------------
@@ -277,225 +265,6 @@ def test_prompt():
         num_layers=24, tokens=6000, window=32, budget=600
     )
     assert parse(budget=0.1).prompt(24, 100).budget == 33
-
-
-# -- whole numbers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["window", "min_prompt"])
-@pytest.mark.parametrize("value", [-1, 1.5, "ten", NAN, True, False, INF, -INF, "1.5", [8], "", {}])
-def test_whole_numbers(key, value):
-    refused(key, repr(value), **{key: value})
-
-
-@pytest.mark.parametrize("key", ["window", "min_prompt"])
-@pytest.mark.parametrize("value", [64, "64", 64.0])
-def test_whole_numbers_in_other_types(key, value):
-    got = getattr(parse(**{key: value}), key)
-    assert got == 64
-    assert type(got) is int
-
-
-def test_min_prompt_cannot_be_none():
-    refused("min_prompt", min_prompt=None)
-
-
-def test_window_has_a_limit():
-    refused("window", "1024", window=MAX_WINDOW + 1)
-    assert parse(window=MAX_WINDOW).resolved_window == MAX_WINDOW
-
-
-def test_window_of_cake():
-    """A sample variance over one row does not exist (docs/methods.md 2.3)."""
-    for window in (0, 1):
-        refused("window", f"got {window}", window=window)
-        refused("window", raw={"compress": "snapkv", "allocator": "cake", "window": window})
-        refused("window", raw={"compress": "snapkv", "scorer": "cake", "window": window})
-    refused("variance", "at least 2", window=1)
-    refused("at least 2", raw={"compress": "streamingllm", "allocator": "cake"})
-    assert parse(window=2).resolved_window == 2
-
-
-def test_window_of_snapkv():
-    for name in ("snapkv", "pyramidkv"):
-        refused("at least 1, got 0", raw={"compress": name, "window": 0})
-        assert parse(name, window=1).resolved_window == 1
-    assert parse("streamingllm", scorer="snapkv").resolved_window == 32  # the scorer's own
-    assert parse("streamingllm", window=0).resolved_window == 0
-
-
-# -- names ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("raw", "suggestion"),
-    [
-        ({"compress": "cakes"}, "cake"),
-        ({"compress": "snap-kv"}, "snapkv"),
-        ({"compress": "Pyramidkv"}, "pyramidkv"),
-        ({"compress": "streaming"}, "streamingllm"),
-        ({"compres": "cake"}, "compress"),
-        ({"compress": "cake", "budgets": 0.1}, "budget"),
-        ({"compress": "cake", "min-prompt": 5}, "min_prompt"),
-        ({"compress": "cake", "allocator": "pyramids"}, "pyramid"),
-        ({"compress": "cake", "scorer": "snap"}, "snapkv"),
-        ({"compress": "cake", "selector": "top_k"}, "topk"),
-        ({"compress": "cake", "allocator_params": {"tau": 1}}, "tau"),
-        ({"compress": "cake", "scorer_params": {"kernal": 5}}, "kernel"),
-        ({"compress": "snapkv", "scorer_params": {"pool": "avg"}}, "pooling"),
-    ],
-    ids=str,
-)
-def test_unknown_names_suggest_the_nearest(raw, suggestion):
-    refused(f"did you mean '{suggestion}", raw=raw)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"compress": "zzz"},
-        {"compress": None},
-        {"compress": True},
-        {"compress": 3},
-        {"compress": ""},
-        {"zzz": 1},
-        {3: 1},
-        {"compress": "cake", "allocator": "zzz"},
-        {"compress": "cake", "scorer": "zzz"},
-        {"compress": "cake", "selector": "zzz"},
-        {"compress": "cake", "allocator_params": {"zzz": 1}},
-        {"compress": "cake", "allocator_params": {3: 1}},
-        {"compress": "cake", "allocator": 3},
-        {"compress": "cake", "log_requests": "perhaps"},
-    ],
-    ids=str,
-)
-def test_other_unknown_names(raw):
-    assert "did you mean" not in refused(raw=raw)
-
-
-def test_unknown_names_list_the_known():
-    refused("'cake'", "'dynamickv'", "'off'", "'random'", "'tova'", raw={"compress": "zzz"})
-    refused("'cake', 'd2o', 'dynamickv', 'pyramid', 'uniform'", allocator="zzz")
-    refused("'cake', 'caote', 'fastcaote', 'h2o'", "'tova'", scorer="zzz")
-    refused("'gamma', 'kernel'", scorer_params={"zzz": 1})
-    refused("'budget', 'budget_bounds', 'compress'", raw={"zzz": 1})
-
-
-@pytest.mark.parametrize(
-    "raw", [None, "cake", 0.1, True, [("compress", "cake")], {"cake"}], ids=str
-)
-def test_settings_are_an_object(raw):
-    with pytest.raises(ConfigError, match="must be an object"):
-        CompressionConfig.parse(raw)
-
-
-# -- parameters -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel", [0, -1, 2, 4, 5.0, 1.5, "5", "ten", NAN, True, INF, None, [5]])
-@pytest.mark.parametrize("preset", ["cake", "snapkv"])
-def test_kernel_is_odd_and_whole(preset, kernel):
-    refused(raw={"compress": preset, "scorer_params": {"kernel": kernel}})
-
-
-@pytest.mark.parametrize("sinks", [-1, 4.0, 1.5, "ten", NAN, True, INF])
-def test_sinks_are_whole(sinks):
-    refused("sinks", raw={"compress": "streamingllm", "scorer_params": {"sinks": sinks}})
-
-
-def test_parameters_cannot_be_none():
-    refused("scorer_params", "None", raw={"compress": "cake", "scorer_params": {"kernel": None}})
-
-
-@pytest.mark.parametrize("gamma", [-1, -0.5, "ten", NAN, True, INF])
-def test_gamma(gamma):
-    refused("gamma", repr(gamma), scorer_params={"gamma": gamma})
-    assert parse(scorer_params={"gamma": 0}).build_scorer().gamma == 0
-
-
-@pytest.mark.parametrize("tau", [0, -1, 0.0, "ten", NAN, True, INF])
-@pytest.mark.parametrize("name", ["tau1", "tau2"])
-def test_tau(name, tau):
-    refused(name, repr(tau), allocator_params={name: tau})
-
-
-@pytest.mark.parametrize("beta", [1, 1.0, 0, -1, 0.5, "ten", NAN, True, INF])
-def test_beta(beta):
-    """JSON has no infinity, so it could not travel to the workers."""
-    refused("beta", repr(beta), raw={"compress": "pyramidkv", "allocator_params": {"beta": beta}})
-
-
-@pytest.mark.parametrize("kind", ["mean", "", 3, True])
-def test_pooling(kind):
-    refused("pooling", repr(kind), raw={"compress": "snapkv", "scorer_params": {"pooling": kind}})
-
-
-@pytest.mark.parametrize("key", ["allocator_params", "scorer_params"])
-@pytest.mark.parametrize("value", ["beta=10", 3, True, None, ["beta", 10], [1]])
-def test_params_are_objects(key, value):
-    refused(key, **{key: value})
-
-
-# -- further names of the model ---------------------------------------------------------------
-
-
-def test_an_alias_is_written_in_three_ways():
-    texts = ["llama@kv0.2=cake:0.2", "a=b:c=tova:64", "full=off"]
-    ways = [texts, {"llama@kv0.2": "cake:0.2", " a=b:c ": "tova : 64", "full": False}]
-    for way in ways:
-        found = [(alias.name, alias.method, alias.budget) for alias in parse(alias=way).alias]
-        assert found == [("llama@kv0.2", "cake", 0.2), ("a=b:c", "tova", 64), ("full", "off", None)]
-        assert type(parse(alias=way).alias[1].budget) is int
-    assert parse(alias="one=cake:1024").alias[0].budget == 1024
-    assert parse().alias == parse(alias=[]).alias == ()
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("", "NAME=METHOD:BUDGET"),
-        ("cake:0.2", "got 'cake:0.2'"),
-        ("=cake:0.2", "NAME=METHOD:BUDGET"),
-        (" =cake:0.2", "NAME=METHOD:BUDGET"),
-        ("a=", "'a': method='' is unknown"),
-        ("a=cake", "got 'a=cake'"),
-        ("a=cake:", "'a': budget must be a ratio"),
-        ("a=cake:2.0", "got '2.0'"),
-        ("a=cake:0", "got '0'"),
-        ("a=cake:20", "window of 32"),
-        ("a=cak:0.2", "did you mean 'cake'"),
-        ("a=custom:0.2", "'custom' is unknown"),
-        ("a=off:0.2", "off takes no budget, got 'off:0.2'"),
-        (["a=cake:0.2", "a=tova:0.2"], "'a' is given twice"),
-        ({"a": "cake:0.2", "a ": "off"}, "'a' is given twice"),
-        ({"a": 0.2}, "got 'a=0.2'"),
-        ({3: "cake:0.2"}, "got '3=cake:0.2'"),
-        ([3], "got '3'"),
-        (3, "got '3'"),
-        (None, "got 'None'"),
-    ],
-)
-def test_what_is_no_alias_is_refused(value, words):
-    refused(words, alias=value)
-
-
-def test_aliases_alone_are_compression_on_request():
-    config = CompressionConfig.parse({"compress": "off", "alias": "a=cake:0.2"})
-    assert (config.enabled, config.active) == (False, True)
-    assert [(v.compress, v.budget) for v in config.variants] == [("cake", 0.2)]
-    off = CompressionConfig.parse({"compress": "off", "alias": "a=off"})
-    assert (off.active, off.variants) == (False, ())
-
-
-def test_an_alias_of_the_servers_method_is_the_servers_with_another_budget():
-    config = parse(window=16, allocator_params={"tau1": 3.0}, alias=["a=cake:0.5", "b=tova:0.5"])
-    own, other = (config.granted(alias) for alias in config.alias)
-    assert (own.resolved_window, own.allocator_params, own.budget) == (16, (("tau1", 3.0),), 0.5)
-    assert (other.resolved_window, other.allocator_params) == (1, ())
-    assert own.alias == other.alias == ()
-    assert config.variants == (config, own, other)
-    assert len(parse(alias=["a=tova:0.5", "b=tova:0.5"]).variants) == 2
 
 
 # -- one value, many processes ----------------------------------------------------------------

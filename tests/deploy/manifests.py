@@ -116,3 +116,10 @@ def rules() -> dict[str, Any]:
 def alerts() -> dict[str, dict[str, Any]]:
     """All alerting rules, by name."""
     return {rule["alert"]: rule for group in rules()["groups"] for rule in group["rules"]}
+
+
+def selected(selector, labels):
+    """Whether a LabelSelector, or a Service's plain one, finds these labels."""
+    wanted = selector if "match" not in "".join(selector) else selector.get("matchLabels", {})
+    keys = {e["key"] for e in selector.get("matchExpressions", []) if e["operator"] == "Exists"}
+    return wanted.items() <= labels.items() and keys <= labels.keys()

@@ -1,0 +1,134 @@
+"""deploy/ and vLLM's own server: arguments, ports, paths and metrics are those it has."""
+
+import asyncio
+import re
+
+import httpx
+import pytest
+import yaml
+
+from manifests import (
+    NAMES,
+    ROOT,
+    arguments,
+    container,
+    one,
+    parsed,
+    pods,
+)
+
+SERVING = [name for name in NAMES if not name.endswith("prefetch")]
+GPU = [name for name in SERVING if name != "cpu"]
+GROUP = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "vllm-group-0.vllm-group.default"}
+README = (ROOT / "deploy" / "README.md").read_text()
+
+
+@pytest.fixture(params=SERVING)
+def objects(request, rendered):
+    return rendered[request.param]
+
+
+def test_the_gateway_forwards_what_the_key_guards_and_nothing_else(rendered):
+    route = one(rendered["example"], "HTTPRoute")["spec"]
+    assert route["parentRefs"] == [{"name": "public", "namespace": "istio-ingress"}]
+    assert route["hostnames"] == ["llm.example.com"]
+    (rule,) = route["rules"]
+    service = one(rendered["example"], "Service")
+    (target,) = rule["backendRefs"]
+    assert target["name"] == service["metadata"]["name"]
+    assert target["port"] == service["spec"]["ports"][0]["port"]
+    # that each of these paths wants the key is the test of the README's table
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+
+
+def test_probes_and_service_reach_the_port(objects):
+    own = container(objects)
+    assert own["ports"] == [{"name": "http", "containerPort": 8000}]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert own[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    assert one(objects, "Service")["spec"]["ports"][0]["targetPort"] == "http"
+    assert "--port=8000" in own["args"]
+
+
+def test_the_autoscaler_asks_for_the_adapters_metric(rendered):
+    scaler = one(rendered["gpu"], "HorizontalPodAutoscaler")["spec"]
+    values = ROOT / "deploy" / "components" / "autoscaling" / "prometheus-adapter-values.yaml"
+    (rule,) = yaml.safe_load(values.read_text())["rules"]["custom"]
+    assert scaler["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
+    target = one(rendered["gpu"], "Deployment")
+    assert scaler["scaleTargetRef"]["name"] == target["metadata"]["name"]
+    assert "replicas" not in target["spec"]  # it is the autoscaler's
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", SERVING)
+def test_vllm_takes_the_arguments(rendered, name, demo_model):
+    from vllm_kvcompress.config import CompressionConfig
+
+    for number in range(len(pods(rendered[name]))):
+        rank = {"LWS_WORKER_INDEX": str(number)}
+        model, *flags = arguments(rendered[name], number, GROUP | rank)
+        assert model == one(rendered[name], "ConfigMap", "settings")["data"]["MODEL"]
+        args, engine = parsed([demo_model, *flags])  # vLLM looks for the model at once
+        assert args.model_tag == demo_model
+        assert (args.host, args.port) == ("0.0.0.0", 8000)
+        assert engine.shutdown_timeout == 120
+        if name == "multi-node":
+            assert (engine.nnodes, engine.node_rank) == (2, number)
+            assert engine.master_addr == GROUP["LWS_LEADER_ADDRESS"]
+            assert args.headless == (number == 1)
+        settings = CompressionConfig.parse(engine.additional_config["kvcompress"])
+        if name.endswith("canary"):
+            assert not settings.enabled
+            assert settings.active
+            assert "snapkv" in settings.allow_override
+            continue
+        assert settings.compress == "cake"
+        assert settings.budget == (0.3 if name == "example" else 0.2)
+        # a client can step out at once, and ask for no other method
+        assert settings.allow_override == ("off",)
+
+
+@pytest.mark.engine
+def test_off_is_off(rendered, demo_model):
+    from vllm_kvcompress.config import CompressionConfig
+
+    argv = [a.replace("=cake", "=off") for a in arguments(rendered["gpu"])[1:]]
+    assert "--kv-compress=off" in argv
+    _, engine = parsed([demo_model, *argv])
+    settings = CompressionConfig.parse(engine.additional_config.get("kvcompress", {}))
+    assert not settings.active
+
+
+@pytest.mark.engine
+def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
+    """What vLLM's own application answers without a key, path by path."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    args, _ = parsed([demo_model, "--api-key=secret"])
+    app = build_app(args, ("generate",))
+    paths = {route.path: getattr(route, "methods", None) or {"GET"} for route in app.routes}
+
+    async def statuses():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+            return {
+                path: (await client.request(sorted(methods)[0], path)).status_code
+                for path, methods in paths.items()
+            }
+
+    answered = asyncio.run(statuses())
+    assert answered["/v1/chat/completions"] == 401
+    assert {status for path, status in answered.items() if path.startswith("/v1/")} == {401}
+    assert answered["/version"] == 200
+    section = README.partition("## Who gets in")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(/[\w/.-]+)`", "".join(re.findall(r"^\| `.*", section, re.M))))
+    assert named == {path for path, status in answered.items() if status != 401}
+
+
+@pytest.mark.engine
+def test_vllm_refuses_a_wrong_setting(rendered, capsys):
+    argv = [argument.replace("=cake", "=cakes") for argument in arguments(rendered["gpu"])]
+    with pytest.raises(SystemExit, match="2"):
+        parsed(argv)
+    assert "cake" in capsys.readouterr().err

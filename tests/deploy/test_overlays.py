@@ -1,0 +1,149 @@
+"""deploy/overlays: what an operator changes, and that a rollout is of one site."""
+
+import re
+import shutil
+
+import pytest
+
+from manifests import (
+    OVERLAYS,
+    ROOT,
+    container,
+    one,
+    pods,
+    render,
+    selected,
+)
+from vllm_kvcompress import __version__
+
+
+def test_compression_is_one_line_of_an_overlay_and_off_in_the_base():
+    base = ROOT / "deploy" / "base" / "settings.env"
+    assert "KV_COMPRESS=off" in base.read_text().splitlines()
+    for name in ("gpu", "cpu", "multi-node"):
+        text = (OVERLAYS / name / "kustomization.yaml").read_text()
+        before, line, _ = text.partition("      - KV_COMPRESS=cake\n")
+        assert line, name
+        assert "What it costs: " in before[-400:], name
+    for name in ("canary", "prefetch", "example", "openshift", "tensor-parallel"):
+        assert "KV_COMPRESS=" not in (OVERLAYS / name / "kustomization.yaml").read_text()
+
+
+def test_the_example_changes_what_it_says(rendered):
+    before, after = rendered["gpu"], rendered["example"]
+    settings = one(after, "ConfigMap", "settings")["data"]
+    assert settings.items() > {"MODEL": "Qwen/Qwen3-8B", "KV_BUDGET": "0.3"}.items()
+    more = container(after)["args"][len(container(before)["args"]) :]
+    assert more == ["--max-num-seqs=256", "--gpu-memory-utilization=0.92"]
+    pod = pods(after)[0]["spec"]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    for spread in pod["topologySpreadConstraints"]:
+        assert selected(spread["labelSelector"], pods(after)[0]["metadata"]["labels"])
+    claims = [o for o in after if o["kind"] == "PersistentVolumeClaim"]
+    assert {claim["spec"]["storageClassName"] for claim in claims} == {"shared-files"}
+    assert {o["metadata"]["namespace"] for o in after} == {"inference"}
+    for rule in one(after, "PrometheusRule")["spec"]["groups"][0]["rules"]:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "https://docs.example.com/vllm-kvcompress/runbook.md"
+        assert anchor == rule["alert"].lower()
+    for kind in ("PrometheusRule", "ServiceMonitor"):
+        assert one(after, kind)["metadata"]["labels"]["release"] == "prometheus"
+    names = one(after, "NetworkPolicy")["spec"]["egress"][0]["to"]
+    assert {"ipBlock": {"cidr": "10.96.0.10/32"}} in names
+    assert not [o for o in after if o["metadata"]["name"] == "site"]
+
+
+def claims(objects):
+    """What a claim asks for, by its namespace and name."""
+    return {
+        (o["metadata"].get("namespace"), o["metadata"]["name"]): o["spec"]
+        for o in objects
+        if o["kind"] == "PersistentVolumeClaim"
+    }
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """An operator's copy of overlay example, in a tree of its own."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    overlays = tmp_path / "deploy" / "overlays"
+    return shutil.copytree(overlays / "example", overlays / "ours")
+
+
+def edit(path, before, after):
+    text = path.read_text()
+    assert text.count(before) == 1, (path, before)
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.parametrize("stands_on", ["gpu", "tensor-parallel"])
+def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on):
+    """Prefetch, deployment and canary, as the runbook applies them one after the other."""
+    site = copied / "site" / "kustomization.yaml"
+    edit(copied / "kustomization.yaml", "- ../gpu #", f"- ../{stands_on} #")
+    edit(
+        site,
+        "- MODEL=Qwen/Qwen3-8B",
+        "- MODEL=team/model\n      - KV_COMPRESS=snapkv\n      - KV_ALLOW_OVERRIDE=off,h2o",
+    )
+    edit(site, "value: 100Gi #", "value: 200Gi #")
+    if stands_on == "tensor-parallel":
+        line = "- ../../../components/tensor-parallel #"
+        edit(copied / "canary" / "kustomization.yaml", f"# {line}", line)
+    applied = [render(kubectl_binary, path) for path in (copied / "prefetch", copied)]
+    applied.append(render(kubectl_binary, copied / "canary"))
+    prefetch, deployment, canary = applied
+    assert {o["metadata"].get("namespace") for objects in applied for o in objects} == {"inference"}
+    models = {one(objects, "ConfigMap", "settings")["data"]["MODEL"] for objects in applied}
+    assert models == {"team/model"}
+    assert {container(objects)["image"] for objects in applied} == {
+        f"registry.example.com/team/vllm-kvcompress:{__version__}-cuda"
+    }
+    for objects in applied:
+        assert pods(objects)[0]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    # most of a claim can never be changed: whoever makes one makes it as the deployment does
+    assert claims(prefetch) == {
+        key: spec for key, spec in claims(deployment).items() if key[1] == "model-cache"
+    }
+    (spec,) = claims(prefetch).values()
+    assert spec["resources"]["requests"]["storage"] == "200Gi"
+    assert spec["storageClassName"] == "shared-files"
+    assert not claims(canary)
+    # no object but that claim is in two of them; settings of one name have one content
+    names = [
+        {(o["kind"], o["metadata"]["name"]) for o in objects if o["kind"] != "ConfigMap"}
+        for objects in applied
+    ]
+    assert names[0] & names[1] == {("PersistentVolumeClaim", "model-cache")}
+    assert not names[2] & (names[0] | names[1])
+    # the same prompts fit: its flags and GPUs are the deployment's
+    assert container(canary)["args"] == container(deployment)["args"]
+    assert container(canary)["resources"] == container(deployment)["resources"]
+    assert pods(canary)[0]["spec"]["runtimeClassName"] == "nvidia"
+    asked = [one(objects, "ConfigMap", "settings")["data"] for objects in (deployment, canary)]
+    methods = [(data["KV_COMPRESS"], data["KV_ALLOW_OVERRIDE"]) for data in asked]
+    assert methods == [("snapkv", "off,h2o"), ("off", "off,cake,snapkv")]
+    # pods ask no hub, and the Job asks it all the same
+    assert one(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
+    assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
+
+
+def test_a_site_on_openshift_names_no_user(kubectl_binary, copied):
+    site = copied / "site" / "kustomization.yaml"
+    edit(site, "# components: # on OpenShift\n#   -", "components:\n  -")
+    for path in (copied, copied / "prefetch", copied / "canary"):
+        context = pods(render(kubectl_binary, path))[0]["spec"]["securityContext"]
+        assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def test_the_runbook_leaves_no_namespace_out():
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    found = re.findall(r"`(kubectl\s[^`]*)`", runbook)
+    found += re.findall(r"^ {4,}(kubectl .*)", runbook, re.M)
+    commands = {" ".join(command.split()) for command in found}
+    assert len(commands) > 10
+    applied = {c.split(" -k ")[1] for c in commands if c.startswith("kubectl apply -k ")}
+    assert applied == {"OVERLAY", "OVERLAY/prefetch", "OVERLAY/canary"}  # which name theirs
+    allowed = ("kubectl -n $NAMESPACE ", "kubectl apply -k OVERLAY", "kubectl create namespace ")
+    assert not [c for c in commands if not c.startswith((*allowed, "kubectl delete -k"))]

@@ -1,0 +1,21 @@
+"""Settings as a user writes them, and the one sentence that refuses them."""
+
+import pytest
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+
+
+def parse(compress="cake", **more):
+    return CompressionConfig.parse({"compress": compress, **more})
+
+
+def refused(*words, raw=None, **settings_):
+    """The message of the refusal; it must be one line and hold every word."""
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse(raw if raw is not None else {"compress": "cake", **settings_})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    return message
