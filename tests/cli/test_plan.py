@@ -292,7 +292,7 @@ def test_overrides_are_parsed_as_the_server_does(typed, tiny):
     assert found["worst"]["pool"] is None
 
 
-# -- models that cannot be served (all of them: tests/engine/test_refusals.py) ---------------------
+# -- models that cannot be served (all: tests/engine/test_refused_models.py) ---------------------
 
 MLA = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
            q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)  # fmt: skip

@@ -166,7 +166,7 @@ def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
     ],
 )
 def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, message):
-    """By vLLM's parser, and by what reads the model; test_refusals types all of them."""
+    """By vLLM's parser, and by what reads the model; test_command_line types all of them."""
     vllm = str(Path(sys.executable).with_name("vllm"))
     done = subprocess.run(
         [vllm, "serve", demo_model, *flags],

@@ -1,7 +1,11 @@
 """Real vLLM engines in this process, one at a time, on the model runner that the run chose."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from checkpoints import make
 from engines import inspect_models_here, leave_async_scheduling, prepare_model_runner
 
 prepare_model_runner()
@@ -11,6 +15,19 @@ inspect_models_here()
 @pytest.fixture(scope="session")
 def checkpoints_folder(tmp_path_factory: pytest.TempPathFactory):
     return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def edited(checkpoints_folder, tmp_path):
+    """A checkpoint folder whose config.json was changed."""
+
+    def edit(**changes) -> str:
+        original = Path(make("llama-gqa", checkpoints_folder), "config.json")
+        config = json.loads(original.read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        return str(tmp_path)
+
+    return edit
 
 
 @pytest.fixture

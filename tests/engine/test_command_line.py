@@ -1,0 +1,177 @@
+"""The flags: what they become, and how a wrong one ends the command."""
+
+import argparse
+import re
+
+import pytest
+
+from checkpoints import make
+from configuring import configure
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+# -- the command line ------------------------------------------------------------------------
+
+
+ALIASES = ["--kv-alias", "fast=tova:64", "--kv-alias", "slow=off"]
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    args = parser.parse_args(["serve", *(word for word in arguments if word != "--model")])
+    args.model = args.model_tag  # as the command does first
+    return args
+
+
+def engine_args(*arguments: str):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs.from_cli_args(parse(*arguments))
+
+
+def test_flags_reach_additional_config(model):
+    got = engine_args(
+        *("--model", model, "--kv-compress", "snapkv", "--kv-budget", "0.1"),
+        *("--kv-window", "16", "--kv-min-prompt", "99"),
+        *("--kv-compress-config", '{"scorer_params": {"kernel": 5}, "window": 8}'),
+        *("--additional-config", '{"other": 1}'),
+    )
+    assert got.additional_config == {
+        "other": 1,
+        "kvcompress": {
+            "compress": "snapkv",
+            "budget": 0.1,
+            "window": 16,  # a flag wins over the JSON object
+            "min_prompt": 99,
+            "scorer_params": {"kernel": 5},
+        },
+    }
+
+
+def test_flags_win_over_additional_config_and_a_wrong_one_is_refused(model):
+    given = '{"kvcompress": {"compress": "cake", "budget": 0.5, "window": 8}}'
+    got = engine_args("--model", model, "--additional-config", given, "--kv-budget", "0.1")
+    assert got.additional_config["kvcompress"] == {"compress": "cake", "budget": 0.1, "window": 8}
+    wrong = ("--additional-config", '{"kvcompress": "cake"}', "--kv-budget", "0.1")
+    with pytest.raises(SystemExit, match="2"):
+        engine_args("--model", model, *wrong)
+
+
+def test_a_whole_number_is_tokens_and_a_decimal_is_a_ratio(model):
+    for text, budget in (("1024", 1024), ("1.0", 1.0), ("0.25", 0.25)):
+        got = engine_args("--model", model, "--kv-compress", "cake", "--kv-budget", text)
+        value = got.additional_config["kvcompress"]["budget"]
+        assert (value, type(value)) == (budget, type(budget))
+
+
+def test_without_flags_nothing_is_added(model):
+    assert engine_args("--model", model).additional_config == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-compress", "caek"], "did you mean 'cake'"),
+        (["--kv-compress", "cake", "--kv-budget", "0"], "ratio in (0, 1]"),
+        (["--kv-compress", "cake", "--kv-budget", "-1"], "ratio in (0, 1]"),
+        (["--kv-compress", "cake", "--kv-budget", "1.5"], "got '1.5'"),
+        (["--kv-compress", "cake", "--kv-budget", "ten"], "got 'ten'"),
+        (["--kv-compress", "cake", "--kv-budget", "nan"], "got 'nan'"),
+        (["--kv-compress", "cake", "--kv-window", "-3"], "greater than or equal to 0"),
+        (["--kv-compress", "cake", "--kv-min-prompt", "x"], "valid integer"),
+        (["--kv-compress", "cake", "--kv-min-output", "1"], "greater than or equal to 2"),
+        (["--kv-compress", "cake", "--kv-pressure", "1.5"], "less than or equal to 1"),
+        (["--kv-compress", "cake", "--kv-allow-override", "cakee"], "did you mean 'cake'"),
+        (["--kv-compress", "cake", "--kv-budget-bounds", "0.5:0.1"], "must be MIN:MAX"),
+        (["--kv-compress", "cake", "--kv-alias", "fast"], "must be NAME=METHOD:BUDGET"),
+        (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2", "--kv-alias", "b=x:1"], "'x'"),
+        (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
+        (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
+    ],
+)
+def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
+    with pytest.raises(SystemExit) as status:
+        parse("--model", model, *arguments)
+    assert status.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-budget", "0.1"], "need a method"),
+        (["--kv-allow-override", "all"], "need a method"),
+        (["--kv-alias", "fast=cake:0.2"], "need a method"),
+        (["--kv-usage"], "need a method"),
+        (["--kv-compress", "cake", *ALIASES, "--kv-alias", "fast=off"], "'fast' is given twice"),
+        (["--kv-compress", "cake", *ALIASES, "--served-model-name", "m", "slow"], "of the model"),
+        (["--kv-compress", "cake", *ALIASES, "--lora-modules", "slow=/x"], "of a LoRA module"),
+        (
+            [
+                *("--additional-config", '{"kvcompress": {"compress": "off", "alias": "m=off"}}'),
+                *("--served-model-name", "m"),
+            ],
+            "of the model",
+        ),
+        (["--kv-compress", "cake", "--kv-budget-bounds", "0.1:0.5"], "--kv-allow-override all"),
+        (
+            ["--kv-compress", "tova", "--kv-budget", "20", "--kv-allow-override", "snapkv"],
+            "allow_override='snapkv': budget=20",
+        ),
+        (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
+        (
+            ["--kv-compress", "cake", "--kv-compress-config", '{"budgit": 1}'],
+            "did you mean 'budget'",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(arguments, message, capsys, model):
+    with pytest.raises(SystemExit, match="2"):
+        engine_args("--model", model, *arguments)
+    assert re.search(f"^vllm: error: .*{message}", capsys.readouterr().err.splitlines()[-1])
+
+
+def test_flags_for_requests_reach_the_configuration(model):
+    given = engine_args(
+        *("--model", model, "--kv-compress", "off", "--kv-allow-override", "off,tova"),
+        *("--kv-budget", "20", "--kv-budget-bounds", "0.05:0.5,16:64"),
+        *("--kv-pressure", "0.5", "--kv-min-output", "9"),
+        *(*ALIASES, "--kv-usage"),
+    )
+    given.skip_tokenizer_init = True
+    config = given.create_engine_config()
+    settings_ = CompressionConfig.parse(config.additional_config["kvcompress"])
+    assert settings_.allow_override == ("off", "tova")
+    assert settings_.budget_bounds == ((0.05, 0.5), (16, 64))
+    assert (settings_.pressure, settings_.min_output, settings_.budget) == (0.5, 9, 20)
+    assert [str(alias) for alias in settings_.alias] == ["fast=tova:64", "slow=off"]
+    assert settings_.usage
+    assert "Compressing" in config.scheduler_config.scheduler_cls
+
+
+def test_a_model_that_cannot_work_ends_the_command_with_one_sentence(edited, capsys):
+    given = engine_args("--model", edited(attn_logit_softcapping=50.0), "--kv-compress", "cake")
+    given.skip_tokenizer_init = True
+    with pytest.raises(SystemExit, match="2"):
+        given.create_engine_config()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("vllm: error: --kv-compress cake: scores are taken before the soft cap")
+
+
+def test_further_names_are_refused_where_another_front_end_looks_them_up(model, monkeypatch):
+    """The engine compresses nothing, and the names would be answered with 404."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    named = {"kvcompress": {"compress": "off", "alias": {"slow": "off"}}}
+    with pytest.raises(ConfigError, match=r"^--kv-alias: the Rust front end .*; unset VLLM_USE_"):
+        configure(model, additional_config=named)
+    configure(model, additional_config={"kvcompress": {"compress": "off"}})

@@ -1,0 +1,226 @@
+"""Models that cannot be served compressed: the engine and `kvcompress plan` say the same."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from configuring import configure
+from vllm_kvcompress.commands.model_shape import read_config, shape_of
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
+
+# -- models: one rule, the engine's and the one of `kvcompress plan` -------------------------------
+
+MIXED = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+LINEAR = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+FP8 = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
+COMPRESSED = dict(
+    quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={}
+)
+MODELOPT = dict(quant_method="modelopt", quant_algo="FP8", producer=dict(name="modelopt"))
+MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral")
+WITHOUT = "serve this model without --kv-compress"
+EVERY = "every layer must be full attention, this model"
+POOLING = f"only generating models decode, this one is for pooling; {WITHOUT}"
+
+
+def declares(dtype: str, cache: str) -> str:
+    return (
+        f"quantised KV caches are not supported yet; set --kv-cache-dtype {dtype}, this checkpoint"
+        f" declares {cache}"
+    )
+
+
+MODELS = {
+    # name: (changes of a Llama's config.json, the sentence; empty for a model that is served)
+    "llama": (dict(), ""),
+    "null kv heads": (dict(num_key_value_heads=None), ""),
+    "all full by number": (dict(attn_type_list=[1, 1, 1, 1]), ""),
+    "all full by name": (dict(layer_types=["full_attention"] * 4), ""),
+    "mistral": (dict(**MISTRAL, sliding_window=None), ""),
+    "a window of 0": (dict(**MISTRAL, sliding_window=0), ""),
+    "qwen2, window off": (
+        dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=4096), "",
+    ),
+    "mixtral": (
+        dict(
+            architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=4,
+            sliding_window=None,
+        ),
+        "",
+    ),
+    "compressed-tensors weights": (dict(quantization_config=COMPRESSED), ""),
+    "modelopt weights": (dict(quantization_config=MODELOPT), ""),
+    "bloom": (
+        dict(
+            architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4,
+            hidden_size=128,
+        ),
+        f"ALiBi needs every token at its true position, which a packed page has not; {WITHOUT}",
+    ),
+    "mla": (
+        dict(
+            architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64,
+            q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+        ),
+        f"MLA models keep one latent per token instead of keys and values; {WITHOUT}",
+    ),
+    "window": (
+        dict(**MISTRAL, sliding_window=512),
+        f"{EVERY} has a sliding window of 512; {WITHOUT}, or pass --disable-sliding-window for"
+        " prompts shorter than it",
+    ),
+    "soft cap": (
+        dict(attn_logit_softcapping=50.0),
+        f"scores are taken before the soft cap of 50.0 on this model's logits; {WITHOUT}",
+    ),
+    "linear layers": (
+        dict(layer_types=LINEAR), f"{EVERY} has ['full_attention', 'linear_attention']; {WITHOUT}",
+    ),
+    "window layers": (
+        dict(layer_types=MIXED), f"{EVERY} has ['full_attention', 'sliding_attention']; {WITHOUT}",
+    ),
+    "linear by number": (
+        dict(attn_type_list=[0, 0, 0, 1]), f"{EVERY} has state-space layers; {WITHOUT}",
+    ),
+    "gpt-oss without names": (
+        dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss"),
+        f"{EVERY} has ['full_attention', 'sliding_attention']; {WITHOUT}",
+    ),
+    "shared": (
+        dict(num_kv_shared_layers=2),
+        f"layers must not share KV caches, and 2 of this model do; {WITHOUT}",
+    ),
+    "mamba": (
+        dict(
+            architectures=["MambaForCausalLM"], model_type="mamba", state_size=16,
+            num_hidden_layers=2,
+        ),
+        f"{EVERY} has state-space layers; {WITHOUT}",
+    ),
+    "qwen3-next": (
+        dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"),
+        f"{EVERY} has state-space layers; {WITHOUT}",
+    ),
+    "whisper": (
+        dict(
+            architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
+            encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, is_encoder_decoder=True,
+        ),
+        f"encoder-decoder models are not supported; {WITHOUT}",
+    ),
+    "bert": (dict(architectures=["BertModel"], model_type="bert"), POOLING),
+    "llama's base": (dict(architectures=["LlamaModel"]), ""),
+    "classifier": (dict(architectures=["LlamaForSequenceClassification"]), POOLING),
+    "not causal": (
+        dict(is_causal=False),
+        "every token must attend to those before it alone, and images or prompts of this model"
+        f" are attended to as a whole; {WITHOUT}",
+    ),
+    "chunks": (
+        dict(attention_chunk_size=64), f"{EVERY} attends in chunks of 64; {WITHOUT}",
+    ),
+    "compressed-tensors": (
+        dict(quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8)),
+        declares("bfloat16", "fp8"),
+    ),
+    "compressed-tensors, float16": (
+        dict(dtype="float16", quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8)),
+        declares("float16", "fp8"),
+    ),
+    "modelopt": (
+        dict(quantization_config=dict(**MODELOPT, kv_cache_quant_algo="FP8")),
+        declares("bfloat16", "fp8_e4m3"),
+    ),
+    "modelopt by scheme": (
+        dict(quantization_config=dict(**MODELOPT, kv_cache_scheme=FP8)),
+        declares("bfloat16", "fp8_e4m3"),
+    ),
+    "modelopt, fp4 cache": (
+        dict(quantization_config=dict(**MODELOPT, kv_cache_quant_algo="NVFP4")),
+        declares("bfloat16", "nvfp4"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trap_12_the_engine_and_plan_say_the_same_of_a_model(edited, name):
+    """Both from config.json alone; the cure of a sentence that has one is tried on both."""
+    changes, sentence = MODELS[name]
+    path = edited(**changes)
+    if not sentence:
+        model, shape = configure(path).model_config, shape_of(read_config(path))
+        assert shape.kv_heads == model.get_total_num_kv_heads()
+        assert (shape.layers, shape.head_dim) == (4, model.get_head_size())
+        assert shape.dtype == str(model.dtype).removeprefix("torch.")
+        return
+    with pytest.raises(ConfigError) as ours:
+        shape_of(read_config(path))
+    with pytest.raises(ConfigError) as engines:
+        configure(path)
+    assert str(ours.value) == sentence
+    assert str(engines.value) == f"--kv-compress cake: {sentence}"
+    if cure := re.search(r"--kv-cache-dtype (\w+)", sentence):
+        assert configure(path, kv_cache_dtype=cure[1]).cache_config.cache_dtype == cure[1]
+        assert shape_of(read_config(path), cache_dtype=cure[1]).layers == 4
+    if "--disable-sliding-window" in sentence:
+        config = configure(path, disable_sliding_window=True)
+        shape = shape_of(read_config(path), disable_sliding_window=True)
+        assert shape.longest == config.model_config.max_model_len == 512
+
+
+def test_a_float32_model_with_an_fp8_cache_is_told_to_change_both(edited):
+    """--kv-cache-dtype knows no float32."""
+    path = edited(quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8))
+    with pytest.raises(ConfigError, match="set --dtype bfloat16 --kv-cache-dtype bfloat16"):
+        configure(path, dtype="float32")
+    configure(path, dtype="bfloat16", kv_cache_dtype="bfloat16")
+
+
+def test_modelopts_older_file_of_its_own_is_read(edited):
+    path = edited()
+    declared = dict(quant_algo="FP8", kv_cache_quant_algo="FP8")
+    old = dict(producer=dict(name="modelopt"), quantization=declared)
+    Path(path, "hf_quant_config.json").write_text(json.dumps(old))
+    for refused in (lambda: configure(path), lambda: shape_of(read_config(path))):
+        with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16, this checkpoint decl"):
+            refused()
+    configure(path, kv_cache_dtype="bfloat16")
+
+
+def test_what_vllm_takes_for_no_generator_or_no_attention_is_known_by_name():
+    """vLLM's own tables and classes, walked: a name that is missing here would be accepted."""
+    import vllm
+    from vllm.model_executor.models import registry
+
+    served = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
+    classes = {cls for _, cls in served.values()}
+    tables = (registry._EMBEDDING_MODELS, registry._SEQUENCE_CLASSIFICATION_MODELS,
+              registry._TOKEN_CLASSIFICATION_MODELS, registry._REWARD_MODELS)  # fmt: skip
+    for table in tables:
+        for name, (_, cls) in table.items():
+            runner = traits_of({"architectures": [name]}).runner
+            assert runner == ("generate" if cls in classes else "pooling"), name
+    for name in served:
+        assert traits_of({"architectures": [name]}).runner == "generate", name
+
+    bases: dict[str, set[str]] = {}
+    for file in Path(vllm.__file__).parent.glob("**/models/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                bases.setdefault(node.name, set()).update(names)
+
+    def without_attention(name: str, seen: frozenset[str] = frozenset()) -> bool:
+        above = bases.get(name, set()) - seen
+        return bool(above & {"IsHybrid", "IsAttentionFree"}) or any(
+            without_attention(one, seen | {name}) for one in above
+        )
+
+    found = {name for name, (_, cls) in served.items() if without_attention(cls)}
+    assert len(found) > 10
+    assert found <= STATE_SPACE_ARCHITECTURES
