@@ -10,8 +10,9 @@ from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import reference as column_sums_ref
 from paging import Largest, paged_keys
 
+pytestmark = pytest.mark.gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
@@ -205,7 +206,7 @@ def test_temporaries_stay_small(heads, tokens, count):
     assert seen.size <= column_sums_ref.LOGITS
 
 
-@interpreted
+@pytest.mark.usefixtures("triton_runs")
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.half)])
 def test_triton_refuses_float64_and_two_dtypes(dtypes):
     view, pages = paged_keys(torch.randn(2, 40, 8), 16, dtype=dtypes[1])

@@ -8,7 +8,9 @@ import again
 
 KERNELS = again.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
-FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, "float8", "window_layers")]
+FILES = [
+    f"tests/kernels/test_{name}.py" for name in (*OPS, "float8", "window_layers", "large_caches")
+]
 
 
 @pytest.mark.slow

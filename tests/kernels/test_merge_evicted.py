@@ -11,8 +11,9 @@ from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.merge_evicted import reference as merge_ref
 from paging import Largest, paged_keys, paged_values
 
+pytestmark = pytest.mark.gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
 prop = settings(derandomize=True, deadline=None, max_examples=3 if INTERPRETED else 25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.reference)
@@ -309,7 +310,7 @@ def test_layers_merge_as_if_alone(dtype, counts, least):
             assert (x[row, :, count:] == 0).all()
 
 
-@interpreted
+@pytest.mark.usefixtures("triton_runs")
 def test_segments_do_not_matter(monkeypatch):
     """Tokens are added up in the order of their positions, whoever counted them."""
     from kvcompress_kernels.merge_evicted import triton as merge_triton
@@ -321,7 +322,7 @@ def test_segments_do_not_matter(monkeypatch):
         assert torch.equal(a, b)
 
 
-@interpreted
+@pytest.mark.usefixtures("triton_runs")
 def test_triton_refuses_float64():
     with pytest.raises(ValueError, match="Triton takes no float64 cache"):
         merge(*random(1, 20, 5), dtype=torch.float64)

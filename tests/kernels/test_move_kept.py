@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels.move_kept import move_kept
 
+pytestmark = pytest.mark.gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
 INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 MORE_INTS = {
@@ -20,8 +21,8 @@ MORE_INTS = {
 
 
 @pytest.fixture(autouse=True)
-def _device():
-    with torch.device(DEVICE):
+def _tensors_lie_there(device):
+    with device:
         yield
 
 

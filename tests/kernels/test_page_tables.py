@@ -8,22 +8,23 @@ from hypothesis import strategies as st
 from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import reference as page_tables_ref
 
+pytestmark = pytest.mark.gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 60)
 i32 = torch.int32
 
 
 @pytest.fixture(autouse=True)
-def _device():
-    with torch.device(DEVICE):
+def _tensors_lie_there(device):
+    with device:
         yield
 
 
 @pytest.fixture
-def triton():
+def triton(device):
     """The kernel itself, where it runs: on a GPU, or in the interpreter."""
-    if not INTERPRETED and DEVICE == "cpu":
+    if not INTERPRETED and device.type == "cpu":
         pytest.skip("needs a GPU or TRITON_INTERPRET=1")
     from kvcompress_kernels.page_tables import triton as page_tables_triton
 
@@ -32,7 +33,7 @@ def triton():
 
 def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
     """A random batch: some rows compressed, tables padded with the null block 0."""
-    generator = torch.Generator(DEVICE).manual_seed(torch.initial_seed())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(torch.initial_seed())
 
     def pick(low, high):
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -288,9 +289,7 @@ def test_into_slices_of_larger_buffers():
     assert (out == STALE).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
-def test_inside_a_cuda_graph():
+def test_inside_a_cuda_graph(gpu):
     """Captured with one row; replayed for whatever the inputs hold by then."""
     ids = *flat_ids("compact", 2, 400), 16
     case = batch(4, 2, 200, 16, blocks_in_pool=400, capacity=200)

@@ -7,6 +7,8 @@ import torch
 
 from kvcompress_kernels.select import select, select_chunks
 
+pytestmark = pytest.mark.gpu
+
 ODD = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, -1.0])
 
 

@@ -10,8 +10,9 @@ from kvcompress_kernels.value_scores import reference as value_scores_ref
 from kvcompress_kernels.value_scores import value_scores
 from paging import Largest, paged_values
 
+pytestmark = pytest.mark.gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton takes no CPU tensors")
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
@@ -243,7 +244,7 @@ def test_temporaries_stay_small():
     assert seen.size <= value_scores_ref.DIFFERENCES
 
 
-@interpreted
+@pytest.mark.usefixtures("triton_runs")
 @pytest.mark.parametrize("at", [0, 1023, 1024, 1500])
 @pytest.mark.parametrize("rest", [1e-30, 1e-7, 1e-3])
 def test_change_of_the_output_near_a_weight_of_one_across_splits(rest, at):
@@ -256,7 +257,7 @@ def test_change_of_the_output_near_a_weight_of_one_across_splits(rest, at):
     assert score(h, v.float())[0, at].item() == pytest.approx(want, rel=1e-4)
 
 
-@interpreted
+@pytest.mark.usefixtures("triton_runs")
 def test_triton_refuses_float64():
     h, v = random(2, 1, 20, 4)
     with pytest.raises(ValueError, match=r"got torch\.float64"):

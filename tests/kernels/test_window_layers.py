@@ -8,6 +8,8 @@ from kvcompress_kernels.window_scores import reference as window_scores_ref
 from kvcompress_kernels.window_scores import window_scores, window_scores_of_layers
 from paging import paged_keys
 
+pytestmark = pytest.mark.gpu
+
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kvcompress_kernels.window_scores import window_scores
 from paging import paged_keys
 
+pytestmark = pytest.mark.gpu
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9

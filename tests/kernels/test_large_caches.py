@@ -1,0 +1,74 @@
+"""Caches of more than 2**31 elements: the same bits as in a small cache.
+
+On a CPU memory that nobody touches is never made, so this costs a few MiB there. On a GPU it costs
+4 GiB, and all that is not the prompt's is NaN.
+"""
+
+import pytest
+import torch
+
+from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.window_scores import window_scores
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 4, 2, 16, 16, 40
+PAGES = (2, 0, 1)  # the prompt's first page lies behind element 2**31
+S_PAGE = 2**30 + 32  # elements between two pages
+
+
+@pytest.fixture(autouse=True)
+def _tensors_lie_there(device):
+    with device:
+        yield
+
+
+def views(store, token_major):
+    """Keys ``[3, Hkv, D, block]`` and values ``[3, Hkv, block, D]`` of pages in `store`."""
+    inner = (BLOCK, KV_HEADS) if token_major else (KV_HEADS, BLOCK)
+    stride = store.numel() // 3 // 16 * 16
+    strides = (stride, inner[1] * 2 * DIM, 2 * DIM, 1)
+    pages = store.as_strided((3, *inner, 2 * DIM), strides)
+    per_head = pages.transpose(1, 2) if token_major else pages
+    return per_head[..., :DIM].mT, per_head[..., DIM:]
+
+
+@pytest.fixture(params=[True, False], ids=["token-major", "heads-first"])
+def caches(request, device):
+    """The same prompt in a small cache and in a large one."""
+    page = 2 * KV_HEADS * BLOCK * DIM
+    small = torch.randn(3 * page).bfloat16()
+    large = torch.empty(3 * S_PAGE, dtype=torch.bfloat16)
+    if device.type == "cuda":
+        large.fill_(torch.nan)
+    for x, was in zip(views(large, request.param), views(small, request.param), strict=True):
+        x.copy_(was)
+    assert views(large, request.param)[0].stride(0) == S_PAGE
+    return views(small, request.param), views(large, request.param)
+
+
+def asked(keys, values):
+    query = torch.randn(8, HEADS, DIM, generator=torch.Generator(keys.device).manual_seed(1))
+    query, pages = query.bfloat16(), torch.tensor(PAGES)
+    kept = torch.arange(0, TOKENS, 3, dtype=torch.int32).expand(1, KV_HEADS, -1)
+    count = torch.tensor([kept.shape[2]], dtype=torch.int32)
+    weights = torch.arange(1.0, 1 + HEADS * TOKENS).view(HEADS, TOKENS).softmax(1)
+    yield from window_scores(query, keys, pages, TOKENS, 0.25, variance=True)
+    yield column_sums(query, keys, pages, TOKENS, 0.25)
+    yield value_scores(weights, values, pages, TOKENS, fast=False, reduce="mean")
+    yield from merge_evicted(keys, values, pages[None], TOKENS, kept, count, kept.shape[2])
+
+
+def test_pages_behind_two_to_the_31_elements(caches):
+    small, large = (list(asked(*cache)) for cache in caches)
+    assert len(small) == 10
+    for got, want in zip(large, small, strict=True):
+        assert want.isfinite().all()
+        assert torch.equal(got, want)
+
+
+def test_launched_again_the_bits_are_the_same(caches):
+    first, again = (list(asked(*caches[0])) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
