@@ -1,12 +1,11 @@
-"""Stage `serving`: shapes of Llama-3.1-8B with random weights, one size of KV pool, full cache
-against budgets of a tenth and of 1024 tokens.
+"""Stage `serving`: one model with random weights, one size of KV pool, the full cache against
+budgets of a tenth and of 1024 tokens.
 
 Two engines stay up side by side, one without the plugin, and take turns. Goals: compressing costs
 at most 2 % of the time to the first token, five times as many requests fit, and where nothing can
 be won, in short prompts and an idle pool, at most 1 % is lost.
 """
 
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -15,10 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200_report import Report
-from h200_worker import Worker, workers
+
+from benchmarks.gpu.engine_process import EngineProcess, both
+from benchmarks.gpu.models import DRY as DRY_MODEL
+from benchmarks.gpu.models import Model, largest
+from benchmarks.gpu.report import Report
 
 FULL = "full cache"
+POOL = 147_456  # tokens at most
+FULL_AT_ONCE = 18  # long prompts that the pool holds uncompressed
+ROOM = 256  # tokens of an answer at most
+RESERVE = 6 << 30  # bytes of an engine beside its weights and its pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,23 +32,21 @@ class Sizes:
     """What is asked.
 
     Args:
-        blocks: of the KV pool, of `block` tokens each.
+        pool: tokens that the KV pool holds, in blocks of `block`.
         alone: prompt lengths of single requests, and rounds.
         together: prompts that decode together, their length, and rounds.
         short: short prompts that decode together, their length, and rounds.
         crowd: more requests than fit, their length, and tokens of an answer.
         steps: decode steps of each.
-        few: a budget in tokens per layer.
-        least: the plugin's threshold.
+        few: a budget in tokens per layer, and the plugin's threshold.
     """
 
-    blocks: int = 9216  # 147,456 tokens, 18 GiB
+    pool: int
     block: int = 16
-    alone: tuple[tuple[int, int], ...] = ((8192, 7), (32768, 4))
-    together: tuple[tuple[int, int, int], ...] = ((16, 8192, 1), (4, 32768, 1))
+    alone: tuple[tuple[int, int], ...]
+    together: tuple[tuple[int, int, int], ...]
     short: tuple[int, int, int] = (16, 512, 7)
-    crowd: tuple[int, int, int] = (112, 8192, 192)
-    longest: tuple[int, int] = (130_816, 1)
+    crowd: tuple[int, int, int]
     steps: int = 48
     few: int = 1024
     least: int = 1024
@@ -52,93 +56,93 @@ class Sizes:
         return {"0.1": 0.1, f"{self.few} tokens": self.few}
 
 
+def sizes(pool: int) -> Sizes:
+    """For a pool of so many tokens; of the largest one the prompts are of 8k, 32k and 128k."""
+    long = pool // FULL_AT_ONCE
+    longer, longest = 4 * long, pool - 2 * long - ROOM
+    return Sizes(
+        pool=pool,
+        alone=((long, 7), (longer, 4), (longest, 1)),
+        together=((FULL_AT_ONCE - 2, long, 1), (4, longer, 1)),
+        crowd=(6 * FULL_AT_ONCE, long, 192),
+    )
+
+
 DRY = Sizes(
-    blocks=80,
+    pool=1280,
     block=32,
-    alone=((512, 1),),
-    together=((2, 512, 1),),
+    alone=((256, 1),),
+    together=((2, 256, 1),),
     short=(2, 64, 1),
-    crowd=(6, 512, 16),
-    longest=(1024, 1),
+    crowd=(6, 256, 8),
     steps=4,
     few=64,
-    least=256,
+    least=128,
 )
 
 
-def model_folder(folder: Path, *, dry: bool) -> str:
-    """The configuration of a Llama, to be loaded with random weights."""
-    heads, kv_heads, dim, layers = (4, 2, 32, 2) if dry else (32, 8, 128, 32)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": heads * dim,
-        "intermediate_size": 128 if dry else 14336,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "vocab_size": 512 if dry else 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32" if dry else "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+def fitting(free: int) -> tuple[Model, Sizes]:
+    """The largest model of which two engines fit into so many bytes, with a pool of its own each.
+
+    Raises:
+        RuntimeError: none fits.
+    """
+    each = free // 2 - RESERVE
+    model = largest(each)
+    spare = each - model.weights
+    pool = min(POOL, spare // model.token_bytes) // (16 * FULL_AT_ONCE) * 16 * FULL_AT_ONCE
+    return model, sizes(pool)
 
 
-def options(sizes: Sizes, *, dry: bool) -> dict[str, Any]:
+def options(model: Model, asked: Sizes, *, dry: bool) -> dict[str, Any]:
     """Of vLLM's `LLM`: its defaults, but for the pool and what random weights ask for."""
     common: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_num_seqs": 128,
-        "block_size": sizes.block,
+        "block_size": asked.block,
+        "max_model_len": max(length for length, _ in asked.alone) + ROOM,
     }
     if dry:
-        more = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override": sizes.blocks}
         return {
             **common,
-            **more,
+            "dtype": "float32",
+            "num_gpu_blocks_override": asked.pool // asked.block,
             "enforce_eager": True,
             "max_num_batched_tokens": 512,
             "distributed_executor_backend": "uni",
         }
-    page = sizes.block * 8 * 2 * 128 * 2  # bytes of a layer's share of a block
     return {
         **common,
         "dtype": "bfloat16",
-        "max_model_len": 131072,
         "max_num_batched_tokens": 8192,
         "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": sizes.blocks * 32 * page,
+        "kv_cache_memory_bytes": asked.pool * model.token_bytes,
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128]},
     }
 
 
-def serving(report: Report, device: torch.device) -> None:
-    sizes = DRY if report.dry else Sizes()
-    settings = {"compress": "cake", "budget": 0.1, "min_prompt": sizes.least}
-    how = options(sizes, dry=report.dry)
+def run(report: Report, device: torch.device) -> None:
+    model, asked = DRY_MODEL, DRY
+    if not report.dry:
+        model, asked = fitting(torch.cuda.mem_get_info(device)[0])
+    settings = {"compress": "cake", "budget": 0.1, "min_prompt": asked.least}
+    how = options(model, asked, dry=report.dry)
     with tempfile.TemporaryDirectory() as folder:
-        model = model_folder(Path(folder), dry=report.dry)
-        made = Worker(model, None, **how), Worker(model, settings, **how)
-        with workers(*made) as (off, on):
-            for name, one in ((FULL, off), ("plugin", on)):
-                report.row("engines", engine=name, **one.ask("about"))
-            turns = Turns(report, off, on, settings, sizes)
+        path = model.write(Path(folder))
+        with both(path, settings, **how) as (off, on):
+            for name, engine in ((FULL, off), ("plugin", on)):
+                about = engine.ask("about")
+                report.row("engines", engine=name, model=model.name, pool=asked.pool, **about)
+            turns = Turns(report, off, on, settings, asked)
             turns.nothing_to_win()
-            for length, rounds in sizes.alone:
+            for length, rounds in asked.alone[:2]:
                 turns.single(length, rounds)
             turns.crowd()
-            for count, length, rounds in sizes.together:
+            for count, length, rounds in asked.together:
                 turns.batch(count, length, rounds)
-            turns.single(*sizes.longest)
+            for length, rounds in asked.alone[2:]:
+                turns.single(length, rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,8 @@ class Turns:
     """The two engines, asked the same one after the other."""
 
     report: Report
-    off: Worker
-    on: Worker
+    off: EngineProcess
+    on: EngineProcess
     settings: dict[str, Any]
     sizes: Sizes
 
@@ -197,7 +201,8 @@ class Turns:
         asked = {"count": count, "length": length, "new": new, "seed": self.report.seed}
         self._use(0.1)
         found = {
-            name: one.ask("serve", **asked) for name, one in ((FULL, self.off), ("0.1", self.on))
+            name: engine.ask("serve", **asked)
+            for name, engine in ((FULL, self.off), ("0.1", self.on))
         }
         where = f"{count} requests of {length}, one pool"
         for name, figures in found.items():
@@ -215,14 +220,14 @@ class Turns:
         self.on.ask("configure", settings={**self.settings, "budget": budget})
 
     def _decoding(
-        self, one: Worker, *, budget: float | int | None = None, **asked: Any
+        self, engine: EngineProcess, *, budget: float | int | None = None, **asked: Any
     ) -> Callable[[int], dict[str, Any]]:
         """A round of `Engine.decode`, by its number."""
 
         def ask(number: int) -> dict[str, Any]:
             if budget is not None:
                 self._use(budget)
-            figures: dict[str, Any] = one.ask("decode", seed=self.report.seed + number, **asked)
+            figures: dict[str, Any] = engine.ask("decode", seed=self.report.seed + number, **asked)
             return figures
 
         return ask

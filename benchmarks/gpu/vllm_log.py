@@ -1,4 +1,4 @@
-"""What can be seen of vLLM from outside: its log, its graphs, and what makes its host wait."""
+"""What can be seen of vLLM from outside: its log of graphs, and what makes its host wait."""
 
 import logging
 import traceback
@@ -18,10 +18,10 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said += record.getMessage().splitlines()
+        self.lines += record.getMessage().splitlines()
 
 
 def graph_table(lines: Sequence[str]) -> list[list[str]]:

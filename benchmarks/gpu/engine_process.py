@@ -2,8 +2,6 @@
 
 Two engines that are to be compared stay up side by side on one GPU and take turns: what else the
 machine does falls on both, and both start, compile and capture at the same time.
-
-    python benchmarks/h200_worker.py '{"model": ..., "options": {...}, "settings": null}'
 """
 
 import json
@@ -17,17 +15,17 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from h200_watch import OURS, Lines, counted_syncs, graph_modes, graph_table
+from benchmarks.gpu.vllm_log import OURS, Lines, counted_syncs, graph_modes, graph_table
 
-Prompt = list[int]
+TokenIds = list[int]
 NEVER = 1_000_000  # tokens: no prompt is as long
+PATIENCE = 20  # seconds that an engine has to end by itself
 
 
-class Worker:
-    """The asking side: an engine in another process.
+class EngineProcess:
+    """The asking side.
 
     Args:
         settings: the plugin's; None is vLLM without it.
@@ -38,9 +36,9 @@ class Worker:
         spec = {"model": model, "settings": settings, "options": options}
         self.name = f"{'plugin' if settings else 'vLLM'} {options}"
         # engines that compile at the same time must not share vLLM's cache
-        self._cache = tempfile.TemporaryDirectory(prefix="h200-")
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), json.dumps(spec)],
+        self._cache = tempfile.TemporaryDirectory(prefix="engine-")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.engine_process", json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,43 +56,47 @@ class Worker:
         Raises:
             RuntimeError: it raised, or the process died.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([method, named]) + "\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, named]) + "\n")
+        self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name}: ended with {self._process.wait()}; see the log")
+            raise RuntimeError(f"{self.name}: ended with {self.process.wait()}; see the log")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{self.name}: {answer['error']}")
         return answer["result"]
 
     def close(self) -> None:
-        """End it; safe to call twice."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        """End it, by force if it does not; safe to call twice."""
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
             try:
-                self._process.wait(20)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self.process.kill()
+                self.process.wait()
         self._cache.cleanup()
 
 
 @contextmanager
-def workers(*made: Worker) -> Iterator[tuple[Worker, ...]]:
-    """Engines that start together; all of them end with the block."""
+def both(
+    model: str, settings: dict[str, Any], **options: Any
+) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """vLLM without the plugin and with it, started together; both end with the block."""
+    engines = EngineProcess(model, None, **options), EngineProcess(model, settings, **options)
     try:
-        for one in made:
-            one.ready()
-        yield made
+        for engine in engines:
+            engine.ready()
+        yield engines
     finally:
-        for one in made:
-            one.close()
+        for engine in engines:
+            engine.close()
 
 
 class Engine:
@@ -133,8 +135,7 @@ class Engine:
         """From now on new requests are compressed by `settings`."""
         from vllm_kvcompress.config import CompressionConfig
 
-        made = CompressionConfig.parse(settings)
-        self._manager.use(made)
+        self._manager.use(CompressionConfig.parse(settings))
 
     def compressed(self) -> int:
         """Requests compressed so far."""
@@ -142,7 +143,7 @@ class Engine:
 
     # -- texts ---------------------------------------------------------------------------------
 
-    def answer(self, prompts: Sequence[Prompt], tokens: int, alone: bool) -> list[Any]:
+    def answer(self, prompts: Sequence[TokenIds], tokens: int, alone: bool) -> list[Any]:
         """Greedy answers to prompts, all at once or one after the other.
 
         Returns:
@@ -153,14 +154,13 @@ class Engine:
 
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
         batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
-        said: list[Any] = []
+        answers: list[Any] = []
         for batch in batches:
             inputs = [{"prompt_token_ids": prompt} for prompt in batch]
             outputs = self.llm.generate(inputs, params, use_tqdm=False)
-            said += [output.outputs[0] for output in outputs]
+            answers += [output.outputs[0] for output in outputs]
         return [
-            {"ids": list(one.token_ids), "text": one.text, "ahead": leads(one.logprobs)}
-            for one in said
+            {"ids": list(x.token_ids), "text": x.text, "ahead": leads(x.logprobs)} for x in answers
         ]
 
     # -- times ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Engine:
 
     # -- what vLLM says of itself --------------------------------------------------------------
 
-    def graphs(self, prompts: Sequence[Prompt], steps: int) -> dict[str, Any]:
+    def graphs(self, prompts: Sequence[TokenIds], steps: int) -> dict[str, Any]:
         """Decode steps by the graphs that vLLM's log says they ran in (`cudagraph_metrics`)."""
         self._submit_prompts(prompts, steps + 64)
         while len(self._begun) < len(prompts):
@@ -243,10 +243,10 @@ class Engine:
         self._steps.do_log_stats()
         logging.getLogger("vllm").removeHandler(lines)
         self._clear()
-        table = [", ".join(row) for row in graph_table(lines.said)]
-        return {"modes": graph_modes(lines.said), "log": table}
+        table = [", ".join(row) for row in graph_table(lines.lines)]
+        return {"modes": graph_modes(lines.lines), "log": table}
 
-    def syncs(self, prompts: Sequence[Prompt], tokens: int) -> dict[str, Any]:
+    def syncs(self, prompts: Sequence[TokenIds], tokens: int) -> dict[str, Any]:
         """What prefilling, compressing and decoding these prompts made the host wait for."""
         before = self.compressed()
         with counted_syncs(self._worker) as seen:
@@ -268,7 +268,7 @@ class Engine:
         ids = torch.randint(3, vocabulary, (count, length), generator=random)
         self._submit_prompts(ids.tolist(), new)
 
-    def _submit_prompts(self, prompts: Sequence[Prompt], new: int) -> None:
+    def _submit_prompts(self, prompts: Sequence[TokenIds], new: int) -> None:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)

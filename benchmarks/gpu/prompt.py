@@ -1,0 +1,212 @@
+"""A prompt in a page pool, as the engine's cache on a GPU holds it, and what the ops are asked.
+
+In the pool a layer is only other page ids. What a layer keeps differs from layer to layer, as with
+an allocator that gives the first ones more.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a prompt and its model; what is not given is that of Llama-3.1-8B.
+
+    Args:
+        tokens: of the prompt.
+        longest: tokens of the longest prompt that the server takes.
+        chunk: tokens of its last chunk, whose queries `column_sums` gets.
+        budget: share of the prompt that the layers keep on average.
+        token_major: whether a block holds ``[block, Hkv, 2 D]``, vLLM's choice on CUDA, or
+            ``[Hkv, block, 2 D]``.
+        decoding: requests of a decode step, for its page tables.
+    """
+
+    layers: int = 32
+    tokens: int
+    longest: int = 131072
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    block: int = 16
+    window: int = 32
+    chunk: int = 2048
+    budget: float = 0.1
+    dtype: torch.dtype = torch.bfloat16
+    token_major: bool = True
+    decoding: int = 64
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.tokens // self.block)
+
+    @property
+    def counts(self) -> list[int]:
+        """Pages that each layer keeps, falling over the layers by one half to either side."""
+        steps = max(self.layers - 1, 1)
+        shares = [self.budget * (1.5 - layer / steps) for layer in range(self.layers)]
+        full = self.tokens // self.block
+        return [min(max(int(share * self.tokens) // self.block, 1), full) for share in shares]
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values, and of the pages that they are moved to."""
+        page = self.block * self.kv_heads * 2 * self.dim * self.dtype.itemsize
+        return page * (self.layers * self.blocks + sum(self.counts))
+
+
+# -- floors: what any implementation must do for all layers of the prompt ----------------------
+
+
+def keys_once(shape: Shape) -> int:
+    """Bytes of K, or of V."""
+    return shape.layers * shape.tokens * shape.kv_heads * shape.dim * shape.dtype.itemsize
+
+
+def kept_twice(shape: Shape) -> int:
+    """Bytes of the kept pages, read and written."""
+    page = shape.block * shape.kv_heads * 2 * shape.dim * shape.dtype.itemsize
+    return 2 * sum(shape.counts) * page
+
+
+def scores_once(shape: Shape) -> int:
+    return 4 * shape.layers * shape.kv_heads * shape.tokens
+
+
+def tables_twice(shape: Shape) -> int:
+    """Bytes of the page ids that a decode step of compressed requests reads and writes."""
+    return 2 * 4 * shape.decoding * sum(shape.counts)
+
+
+def causal_product(shape: Shape) -> int:
+    """Operations of the chunk's ``Q K^T``; sums of normalised rows need it twice, counted once."""
+    rows = min(shape.chunk, shape.tokens)
+    seen = rows * shape.tokens - rows * (rows - 1) // 2
+    return 2 * shape.layers * shape.heads * shape.dim * seen
+
+
+def cosines(shape: Shape) -> int:
+    """Operations of the cosines of every evicted key with every kept one."""
+    kept = [count * shape.block for count in shape.counts]
+    pairs = sum(n * (shape.tokens - n) for n in kept)
+    return 2 * shape.kv_heads * shape.dim * pairs
+
+
+# -- inputs ------------------------------------------------------------------------------------
+
+
+class Prompt:
+    """Random inputs of every op; NaN behind the prompt's end and in the pages of nobody.
+
+    Attributes:
+        pages: ``[L, F]`` int64, pages of the prompt's blocks.
+        counts: ``[L]`` int32, pages that a layer keeps.
+        targets: ``[L, most]`` int64, where they go.
+        kept: ``[L, Hkv, most * block]`` int32, ascending, other positions for each head.
+        query: ``[L, w, Hq, D]``; chunk_query: ``[T, Hq, D]``, the same for all layers.
+        weights: ``[Hq, S]`` float32, rows of sum 1.
+        scores: ``[L, Hkv, W]`` float32 with many ties, W a multiple of 16; NaN from S on.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
+        self.shape, self.device, self.scale = shape, device, shape.dim**-0.5
+        self._random = torch.Generator(device).manual_seed(seed)
+        self.counts = self.ints(shape.counts)
+        self.most = max(shape.counts)
+        self._lay_out()
+        self.query = self._normal(shape.layers, shape.window, shape.heads, shape.dim).mul_(1.5)
+        rows = min(shape.chunk, shape.tokens)
+        self.chunk_query = self._normal(rows, shape.heads, shape.dim)
+        logits = self._normal(shape.heads, shape.tokens, dtype=torch.float32)
+        self.weights = logits.mul_(1.5).softmax(-1)
+        self.kept = self._kept()
+        self.scores = self._scores()
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """``[pages, Hkv, D, block]``, a view of the pool, as the ops get it."""
+        return self._per_head[..., : self.shape.dim].mT
+
+    @property
+    def values(self) -> torch.Tensor:
+        """``[pages, Hkv, block, D]``, likewise."""
+        return self._per_head[..., self.shape.dim :]
+
+    @property
+    def _per_head(self) -> torch.Tensor:
+        return self.pool.transpose(1, 2) if self.shape.token_major else self.pool
+
+    def ints(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def _normal(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = torch.empty(size, dtype=dtype or self.shape.dtype, device=self.device)
+        return out.normal_(generator=self._random)
+
+    def _lay_out(self) -> None:
+        """The pool, and which pages of it are whose."""
+        shape, nobody = self.shape, 3
+        sources, targets = shape.layers * shape.blocks, shape.layers * self.most
+        order = torch.randperm(sources + targets, generator=self._random, device=self.device)
+        order += nobody
+        self.pages = order[:sources].view(shape.layers, shape.blocks)
+        self.targets = order[sources:].view(shape.layers, self.most)
+        inner = (shape.block, shape.kv_heads)
+        inner = inner if shape.token_major else inner[::-1]
+        size = (nobody + len(order), *inner, 2 * shape.dim)
+        self.pool = torch.full(size, torch.nan, dtype=shape.dtype, device=self.device)
+        used = shape.tokens - (shape.blocks - 1) * shape.block
+        for pages in self.pages:
+            self.pool[pages] = self._normal(len(pages), *size[1:])
+            self.keys[pages[-1], :, :, used:] = torch.nan
+            self.values[pages[-1], :, used:] = torch.nan
+
+    def _kept(self) -> torch.Tensor:
+        shape = self.shape
+        kept = self.ints([]).new_zeros(shape.layers, shape.kv_heads, self.most * shape.block)
+        for row, pages in zip(kept, shape.counts, strict=True):
+            luck = self._normal(shape.kv_heads, shape.tokens, dtype=torch.float32)
+            best = luck.topk(pages * shape.block).indices.sort().values
+            row[:, : best.shape[1]] = best
+        return kept
+
+    def _scores(self) -> torch.Tensor:
+        shape = self.shape
+        width = -(-shape.tokens // 16) * 16
+        scores = self._normal(shape.layers, shape.kv_heads, width, dtype=torch.float32)
+        scores.mul_(64).round_().div_(64)
+        scores[..., shape.tokens :] = torch.nan
+        return scores
+
+
+class DecodeStep:
+    """Arguments of `page_tables`: `decoding` requests, each fourth of them not compressed."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
+        random = torch.Generator(device).manual_seed(seed)
+        requests, width, new = shape.decoding, shape.blocks + 1, 5
+        self.block = shape.block
+
+        def ints(numbers: list[int]) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+        blocks = requests * width + 1  # block 0 is nobody's
+        ids = torch.randperm(blocks - 1, generator=random, device=device).int() + 1
+        first = [0 if r % 4 == 3 else shape.tokens // shape.block for r in range(requests)]
+        held = (requests, shape.layers, max(shape.counts))
+        packed = torch.randint(shape.layers * blocks, held, generator=random, device=device)
+        layers = [layer * blocks for layer in range(shape.layers)]
+        self.tables = ints([]).new_zeros(shape.layers, requests, width)
+        self.lengths = self.tables.new_zeros(shape.layers, requests)
+        self.where = (
+            ids.view(requests, width),
+            ints([shape.tokens + new] * requests),
+            packed.int(),
+            ints(shape.counts).expand(requests, -1) * (ints(first) > 0)[:, None],
+            ints(first),
+            ints(layers),
+            1,
+            shape.block,
+        )
+        self.rows = ints(list(range(requests))), ints([requests]).view(())
