@@ -60,5 +60,6 @@ class Report:
         return 0 if self.ok else 1
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"ok": self.ok, "checks": [asdict(check) for check in self.checks]}
-        return found if self.kept is None else {**found, "kept": self.kept}
+        checks = [asdict(check) for check in self.checks]
+        payload: dict[str, Any] = {"ok": self.ok, "checks": checks}
+        return payload if self.kept is None else {**payload, "kept": self.kept}

@@ -95,7 +95,8 @@ class CompressionConfig(BaseModel):
     @field_validator("compress", mode="before")
     @classmethod
     def _known_method(cls, value: Any) -> str:
-        name = "off" if value is False else str(value)  # YAML reads a bare off as False
+        # YAML reads a bare off as False.
+        name = "off" if value is False else str(value)
         choose("compress", dict.fromkeys(METHODS), name)
         return name
 
@@ -212,7 +213,8 @@ class CompressionConfig(BaseModel):
                 )
         if "compress" not in raw and raw.keys() & {"allocator", "scorer"}:
             raw = {"compress": CUSTOM, **raw}
-        if raw and "compress" not in raw:  # never silently off
+        # Settings without a method must not switch compression off silently.
+        if raw and "compress" not in raw:
             raise ConfigError(
                 f"kvcompress settings need a method, got only {sorted(map(str, raw))}; add"
                 " --kv-compress cake, or off"
@@ -242,16 +244,16 @@ class CompressionConfig(BaseModel):
     @property
     def active(self) -> bool:
         """Whether any prompt can be compressed."""
-        asked = {*self.allow_override, *(alias.method for alias in self.alias)}
-        return self.enabled or bool(asked - {"off"})
+        on_request = {*self.allow_override, *(alias.method for alias in self.alias)}
+        return self.enabled or bool(on_request - {"off"})
 
     @property
     def variants(self) -> tuple["CompressionConfig", ...]:
         """What this engine may run: its own, each allowed method, and what aliases stand for."""
         others = [name for name in self.allow_override if name not in {"off", self.compress}]
         named = [self.granted(alias) for alias in self.alias]
-        found = [*(self.variant(name) for name in others), *(each for each in named if each)]
-        return (self,) * self.enabled + tuple(dict.fromkeys(found))
+        requested = [*(self.variant(name) for name in others), *(each for each in named if each)]
+        return (self,) * self.enabled + tuple(dict.fromkeys(requested))
 
     def granted(self, alias: Alias) -> "CompressionConfig | None":
         """The settings that `alias` stands for; None when it compresses nothing.
@@ -276,11 +278,11 @@ class CompressionConfig(BaseModel):
         keys = _OF_THE_ENGINE
         if name == self.compress:
             keys = type(self).model_fields.keys() - _FOR_REQUESTS
-        given = {key: getattr(self, key) for key in self.model_fields_set & keys}
-        given["compress"] = name
-        if budget is not None or "budget" not in given:
-            given["budget"] = self.budget if budget is None else budget
-        return type(self).parse(given)
+        values = {key: getattr(self, key) for key in self.model_fields_set & keys}
+        values["compress"] = name
+        if budget is not None or "budget" not in values:
+            values["budget"] = self.budget if budget is None else budget
+        return type(self).parse(values)
 
     @property
     def _base(self) -> str:

@@ -57,5 +57,5 @@ class KeptMap:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "KeptMap":
-        return cls(**found)
+    def from_json(cls, payload: dict[str, Any]) -> "KeptMap":
+        return cls(**payload)

@@ -9,8 +9,10 @@ from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.base import Reads
 
 _INT = _FLOAT = 4
-_ALIGNED = 16  # int32 rows that start at 64 bytes, whatever the layer
-_PREFILLS = 16  # prompts at once that keep window queries; more of them live off the activations
+_ALIGNED = 16
+"""Rows of int32 are padded to a multiple of this: each layer's starts at 64 bytes."""
+_PREFILLS = 16
+"""Prompts that keep window queries at once; those beyond live off the activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
     maps = 4 * sizes.heads * longest * _FLOAT
     variants = settings.variants
-    most = max(variant.resolved_window for variant in variants)
-    queries = _PREFILLS * layers * most * sizes.heads * dim * sizes.itemsize
+    window = max(variant.resolved_window for variant in variants)
+    queries = _PREFILLS * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in method_of(variant).reads for variant in variants):
         sums = 0
@@ -87,14 +89,14 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 
 def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
     longest, block = sizes.longest, sizes.block_size
-    page = block * 2 * sizes.head_dim * sizes.itemsize  # of one head
+    head_page = block * 2 * sizes.head_dim * sizes.itemsize
     # float32 keys and values of one layer, as they are and as pages
     merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
-    most = 0
+    largest = 0
     for variant in settings.variants:
-        staged = _most_pages(sizes, settings, variant) * page
-        most = max(most, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
-    return most
+        staged = _most_pages(sizes, settings, variant) * head_page
+        largest = max(largest, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
+    return largest
 
 
 def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
@@ -102,14 +104,15 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
 
     def pages(budget: float | int, otherwise: int) -> int:
         if isinstance(budget, int) and budget <= variant.resolved_window:
-            return 0  # nobody may ask that of this method
+            # The method refuses a budget that its window fills.
+            return 0
         prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
         plan = page_plan(prompt, sizes.block_size)
         return otherwise if plan is None else plan.pages
 
     budgets = largest_budgets(settings)
     every = sizes.layers * (sizes.longest // sizes.block_size)
-    most = [pages(budget, 0) for budget in (variant.budget, *budgets.given)]
+    page_counts = [pages(budget, 0) for budget in (variant.budget, *budgets.given)]
     # where a budget keeps everything, one a little below it compresses
-    most += [pages(budget, every) for budget in budgets.named]
-    return max(most)
+    page_counts += [pages(budget, every) for budget in budgets.named]
+    return max(page_counts)

@@ -20,7 +20,8 @@ _LATENT_KEYS = ("kv_lora_rank", "compress_ratios")
 # Architectures whose attention adds ALiBi, or may by their config.
 _ALIBI_MODEL_TYPES = frozenset({"bloom", "mpt", "jais"})
 _BAICHUAN = "BaichuanForCausalLM"
-_BAICHUAN_7B_WIDTH = 4096  # its 7B has rotary positions, the others ALiBi
+# Baichuan's 7B, which this width tells, has rotary positions; its other sizes have ALiBi.
+_BAICHUAN_7B_WIDTH = 4096
 
 # keys that only models with state-space or linear layers have
 _STATE_SPACE_KEYS = (
@@ -240,7 +241,8 @@ def _quantised(traits: Traits) -> str | None:
         return None
     if traits.declared_cache is None:
         cure = "--kv-cache-dtype auto"
-    elif traits.dtype == "float32":  # which the flag cannot name
+    elif traits.dtype == "float32":
+        # The flag cannot name float32.
         cure = "--dtype bfloat16 --kv-cache-dtype bfloat16"
     else:
         cure = f"--kv-cache-dtype {traits.dtype}"
@@ -284,7 +286,7 @@ def _state_space(
         names & STATE_SPACE_ARCHITECTURES
         or any(part in kind for part in _STATE_SPACE_TYPES)
         or any(text.get(key) for key in _STATE_SPACE_KEYS)
-        or any(one != 1 for one in listed)
+        or any(kind_of_layer != 1 for kind_of_layer in listed)
         or set(blocks) - _FULL
     )
 
@@ -311,11 +313,11 @@ def _window(text: Mapping[str, Any], kind: str) -> int | None:
 
 
 def _looks_ahead(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    said = config.get("is_mm_prefix_lm")
-    if said is None:
-        said = config.get("model_type") in _LOOKS_AHEAD_TYPES
+    prefix_lm = config.get("is_mm_prefix_lm")
+    if prefix_lm is None:
+        prefix_lm = config.get("model_type") in _LOOKS_AHEAD_TYPES
     return bool(
-        said
+        prefix_lm
         or config.get("rswa_window") is not None
         or text.get("use_bidirectional_attention")
         or text.get("is_causal") is False

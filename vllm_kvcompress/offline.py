@@ -77,10 +77,10 @@ def compress(
         ValueError: the tensors' shapes or dtypes do not fit each other, or `scale` is not finite.
     """
     _check(queries, keys, values, page_size, scale)
-    given: Any = {"compress": policy} if isinstance(policy, str) else policy
-    if isinstance(given, Mapping):
-        given = {**given, "budget": budget}
-    settings = CompressionConfig.parse(given)
+    raw_settings: Any = {"compress": policy} if isinstance(policy, str) else policy
+    if isinstance(raw_settings, Mapping):
+        raw_settings = {**raw_settings, "budget": budget}
+    settings = CompressionConfig.parse(raw_settings)
     if not settings.enabled:
         raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
     method = method_of(settings)
@@ -100,8 +100,8 @@ def compress(
         )
         for layer in range(layers)
     ]
-    seen = [_observe(method, place, plan, queries[place.layer]) for place in places]
-    return _collect(method, plan, places, seen, keys, values)
+    observed = [_observe(method, place, plan, queries[place.layer]) for place in places]
+    return _collect(method, plan, places, observed, keys, values)
 
 
 def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -135,25 +135,25 @@ def _collect(
     method: Method,
     plan: PagePlan,
     places: list[PagedLayer],
-    seen: list[Observed],
+    observed: list[Observed],
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:
-    pages = method.layer_pages(plan, seen)
-    stacked = method.select(seen, plan, pages, tail=True)
+    pages = method.layer_pages(plan, observed)
+    stacked = method.select(observed, plan, pages, tail=True)
     budgets = pages * plan.block_size + plan.tail
     out = Compressed(
         budgets=budgets.tolist(),
         positions=[],
         keys=[],
         values=[],
-        scores=list(method.protected_scores(seen, plan, pages)),
+        scores=list(method.protected_scores(observed, plan, pages)),
     )
     for place, count in zip(places, out.budgets, strict=True):
         kept = stacked[place.layer, :, :count].long()
         if method.merge:
-            held = torch.full((1,), count, dtype=torch.int32, device=kept.device)
-            prompt = place.pages[None], plan.tokens, kept[None], held, count
+            kept_tokens = torch.full((1,), count, dtype=torch.int32, device=kept.device)
+            prompt = place.pages[None], plan.tokens, kept[None], kept_tokens, count
             k, v = (x[0] for x in merge_evicted(place.key_pages, place.value_pages, *prompt))
             k, v = k.to(keys.dtype), v.to(values.dtype)
         else:

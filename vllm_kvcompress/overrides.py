@@ -11,8 +11,9 @@ from vllm_kvcompress.parsing import Alias, parse_budget
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 _KEYS = (COMPRESS, BUDGET)
-_OTHERS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})  # vLLM's own
-_LONGEST = 24  # letters of a key that may be one of ours, misspelt
+_OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
+_LONGEST = 24
+"""Letters of a key that are compared with ours, in case it is one of them misspelt."""
 
 
 def settings_for(
@@ -32,10 +33,10 @@ def settings_for(
     """
     if settings is not None and extra_args:
         _refuse_others(extra_args)
-    asked = _asked(extra_args) if extra_args else None
+    choice = _choice(extra_args) if extra_args else None
     named = (extra_args or {}).get(ALIAS)
     if settings is None:
-        if named is None and (asked is None or asked[0] == "off"):
+        if named is None and (choice is None or choice[0] == "off"):
             return None
         raise OverrideError(
             "not_allowed",
@@ -44,8 +45,8 @@ def settings_for(
         )
     if named is not None and not isinstance(named, str):
         raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
-    if asked is not None or named is not None:
-        return _override(settings, named, *(asked or (None, None)))
+    if choice is not None or named is not None:
+        return _override(settings, named, *(choice or (None, None)))
     return settings if settings.enabled else None
 
 
@@ -106,7 +107,7 @@ def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
     return {ALIAS: next(alias.name for alias in settings.alias if alias.method != "off")}
 
 
-def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
+def _choice(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
     """Method and budget that a request names; None when it names neither."""
     if not extra_args.keys() & set(_KEYS):
         return None
@@ -122,7 +123,8 @@ def _asked(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | Non
             budget = parse_budget(budget)
         except ConfigError as e:
             raise OverrideError("invalid", f"kv_{e}") from None
-        if type(budget) is int and budget < 2:  # `true` arrives as 1
+        # `true` arrives as 1.
+        if type(budget) is int and budget < 2:
             raise OverrideError(
                 "invalid",
                 f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
@@ -135,7 +137,7 @@ def _refuse_others(extra_args: Mapping[str, Any]) -> None:
     """A key that begins as ours do is one of ours, or vLLM's, or a mistake."""
     for key in extra_args:
         plain = key[:_LONGEST].lower().replace("-", "_")
-        if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OTHERS:
+        if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OF_VLLM:
             continue
         near = difflib.get_close_matches(plain, _KEYS, 1, 0.8)
         hint = f"did you mean {near[0]!r}?" if near else f"a request may set {list(_KEYS)}"

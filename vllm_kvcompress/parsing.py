@@ -69,7 +69,8 @@ def parse_budget(value: Any) -> float | int:
         if number < 1:
             raise ConfigError(rule)
         return number
-    if not 0 < number <= 1:  # NaN fails too
+    # Written so that NaN fails too.
+    if not 0 < number <= 1:
         raise ConfigError(rule)
     return number
 
@@ -107,7 +108,7 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
     pairs = [part.split(":") for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(pairs, list | tuple):
         raise ConfigError(rule)
-    found: list[Bounds] = []
+    bounds: list[Bounds] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ConfigError(rule)
@@ -116,10 +117,10 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
         except ConfigError:
             raise ConfigError(rule) from None
         alike = type(low) is type(high)
-        if not alike or low > high or type(low) in [type(low) for low, _ in found]:
+        if not alike or low > high or type(low) in [type(low) for low, _ in bounds]:
             raise ConfigError(rule)
-        found.append((low, high))
-    return tuple(found)
+        bounds.append((low, high))
+    return tuple(bounds)
 
 
 def parse_aliases(value: Any) -> tuple[Alias, ...]:
@@ -135,22 +136,24 @@ def parse_aliases(value: Any) -> tuple[Alias, ...]:
         if not isinstance(texts, list | tuple):
             raise _no_alias(value)
         pairs = []
-        for text in texts:  # a name may hold = and :, a method and a budget cannot
+        # The last = divides, since a name may hold = and :, a method and a budget cannot.
+        for text in texts:
             name, equals, meaning = str(text).rpartition("=")
             if not isinstance(text, str | Alias) or not equals:
                 raise _no_alias(text)
             pairs.append((name, meaning))
-    found: dict[str, Alias] = {}
+    aliases: dict[str, Alias] = {}
     for name, meaning in pairs:
         alias = _alias(name, meaning)
-        if alias.name in found:
+        if alias.name in aliases:
             raise ConfigError(f"alias {alias.name!r} is given twice; remove one, or rename it")
-        found[alias.name] = alias
-    return tuple(found.values())
+        aliases[alias.name] = alias
+    return tuple(aliases.values())
 
 
 def _alias(name: Any, meaning: Any) -> Alias:
-    if meaning is False:  # YAML reads a bare off so
+    # YAML reads a bare off as False.
+    if meaning is False:
         meaning = "off"
     if not isinstance(name, str) or not name.strip() or not isinstance(meaning, str):
         raise _no_alias(f"{name}={meaning}")

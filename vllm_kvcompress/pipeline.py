@@ -117,7 +117,8 @@ class Method:
             if Reads.VARIANCE in self.allocator.reads:
                 entropy, shift = window.entropy, window.shift
         if Reads.COLUMN_SUMS in self.allocator.reads and sums is not None:
-            column_variance = sums.var(-1)  # ddof 1
+            # The sample variance, as in the code of D2O's authors.
+            column_variance = sums.var(-1)
         scored = self.selector.source(where.layer) == where.layer
         scored = scored or Reads.SCORES in self.allocator.reads
         return Observed(
@@ -178,8 +179,8 @@ class Method:
         return stacked
 
 
-def _known(found: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [x for x in found if x is not None]
+def _known(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @lru_cache(maxsize=64)
@@ -230,9 +231,9 @@ def kept_positions(
         ``[L, Hkv, most]`` int32, ascending; -1 behind the ``pages[l] * block_size`` kept ones, to
         which an `end` behind the tail adds the tail's. `most` follows from `most_pages`.
     """
-    most = most_pages(plan, pages) * plan.block_size + end - plan.full_blocks * plan.block_size
+    width = most_pages(plan, pages) * plan.block_size + end - plan.full_blocks * plan.block_size
     past, keep, after = competing(plan, to_device(pages, torch.int64, scores.device))
-    best = selector.select(scores, past, keep, after, most)
+    best = selector.select(scores, past, keep, after, width)
     last = torch.arange(end - past, device=scores.device)
     slots = (keep[:, None, None] + last).expand(*scores.shape[:2], -1)
     return best.scatter(2, slots, (past + last).to(torch.int32).expand_as(slots))

@@ -8,7 +8,8 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import PagePlan
 
-ANSWER = 24  # tokens of the answer while which blocks are counted
+ANSWER = 24
+"""Tokens of the answer during which blocks are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +48,24 @@ class Limits:
         Raises:
             ConfigError: there is none up to `longest`.
         """
-        block, found = self.block_size, 0
+        block, first_compressed = self.block_size, 0
         least = max(self.settings.min_prompt, 8 * block, at_least)
         last = self.longest - self.answer
         for tokens in range(-(-least // block) * block + block // 2, last + 1, block):
             plan = self.plan(tokens)
             if plan is None or plan.blocks >= plan.full_blocks:
                 continue
-            found = found or tokens
+            first_compressed = first_compressed or tokens
             if plan.pages >= self.layers:
                 return tokens
-        if found:
-            return found
+        if first_compressed:
+            return first_compressed
         raise ConfigError(
             f"no prompt of {least} to {last} tokens gives back a block of {block} with --kv-budget"
             f" {self.settings.budget} and --kv-min-prompt {self.settings.min_prompt}; lower one of"
             " them, or raise --max-model-len"
         )
 
-    def held(self, plan: PagePlan, computed: int) -> int:
+    def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Blocks that a compressed request holds once `computed` of its tokens are."""
         return plan.blocks + -(-computed // self.block_size) - plan.full_blocks

@@ -4,8 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-BETWEEN = " \N{MIDDLE DOT} "  # architectures within a cell
-ABSENT = "-"  # not built for this one
+BETWEEN = " \N{MIDDLE DOT} "
+"""Stands between the architectures' figures within a cell."""
+ABSENT = "-"
+"""The figure of a kernel that is not built for an architecture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +44,14 @@ def section(
         "| kernel | registers | shared | spills | 16-byte loads | tensor | instructions |",
         "| --- |" + " ---: |" * len(NUMBERS),
     ]
-    for name, made in rows.items():
+    for name, by_architecture in rows.items():
         cells = [name]
         for number in NUMBERS:
-            each = [
-                str(getattr(made[sm], number)) if sm in made else ABSENT for sm in architectures
+            figures = [
+                str(getattr(by_architecture[sm], number)) if sm in by_architecture else ABSENT
+                for sm in architectures
             ]
-            cells.append(BETWEEN.join(each))
+            cells.append(BETWEEN.join(figures))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -56,25 +59,26 @@ def section(
 def sections(text: str) -> dict[str, str]:
     """A file's sections by the version of Triton."""
     parts = re.split(r"^(?=## Triton )", text, flags=re.MULTILINE)
-    found = {re.match(r"## Triton ([\w.+]+):", part): part.strip() + "\n" for part in parts}
-    return {match[1]: part for match, part in found.items() if match}
+    matches = {re.match(r"## Triton ([\w.+]+):", part): part.strip() + "\n" for part in parts}
+    return {match[1]: part for match, part in matches.items() if match}
 
 
 def numbers(section: str) -> dict[tuple[str, int], tuple[str, ...]]:
     """A section's figures by build and architecture."""
     lines = section.splitlines()
     architectures = [int(sm) for sm in re.findall(r"sm_(\d+)", lines[0])] if lines else []
-    found = {}
+    table = {}
     for line in lines:
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if len(cells) != 1 + len(NUMBERS) or not (cells[1][0].isdigit() or BETWEEN in cells[1]):
-            continue  # a heading
+            # This line is a heading, or none of the table's.
+            continue
         each = [cell.split(BETWEEN) for cell in cells[1:]]
         for at, sm in enumerate(architectures):
             figures = tuple(cell[at] for cell in each)
             if ABSENT not in figures:
-                found[cells[0], sm] = figures
-    return found
+                table[cells[0], sm] = figures
+    return table
 
 
 def differences(now: str, then: str, *, gone: bool) -> list[str]:
@@ -85,12 +89,14 @@ def differences(now: str, then: str, *, gone: bool) -> list[str]:
     """
     if not then:
         return ["the committed file has no table by this Triton; write one with --write"]
-    made, known = numbers(now), numbers(then)
-    architectures = {sm for _, sm in made}
-    lost = [key for key in known if key not in made and key[1] in architectures] if gone else []
+    current, committed = numbers(now), numbers(then)
+    architectures = {sm for _, sm in current}
+    lost = (
+        [key for key in committed if key not in current and key[1] in architectures] if gone else []
+    )
     return [
-        f"{key[0]}, sm_{key[1]}: {', '.join(made.get(key, ['none']))} now, "
-        f"{', '.join(known.get(key, ['none']))} in the committed table"
-        for key in [*made, *lost]
-        if made.get(key) != known.get(key)
+        f"{key[0]}, sm_{key[1]}: {', '.join(current.get(key, ['none']))} now, "
+        f"{', '.join(committed.get(key, ['none']))} in the committed table"
+        for key in [*current, *lost]
+        if current.get(key) != committed.get(key)
     ]

@@ -31,7 +31,8 @@ from triton.compiler import ASTSource
 from kvcompress_kernels.builds import ARCHITECTURES, Build
 from kvcompress_kernels.compiled_table import Compiled, differences, section, sections
 
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one program may have."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\S+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
@@ -65,9 +66,9 @@ def compiled(build: Build, sm: int) -> Compiled:
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=constant, attrs=aligned)
     options = {"num_warps": build.warps, "num_stages": build.stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    usage, listing = (_dumped(how, kernel.asm["cubin"]) for how in ("-res-usage", "-sass"))
-    found = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
+    usage, listing = (_dumped(flag, kernel.asm["cubin"]) for flag in ("-res-usage", "-sass"))
+    usage_match = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", usage)
+    if usage_match is None:
         raise RuntimeError(f"{build.name}: cuobjdump did not tell its registers:\n{usage}")
     operations = Counter(INSTRUCTION.findall(listing))
 
@@ -75,24 +76,24 @@ def compiled(build: Build, sm: int) -> Compiled:
         return sum(n for op, n in operations.items() if op.startswith(starts) and part in op)
 
     return Compiled(
-        registers=int(found[1]),
+        registers=int(usage_match[1]),
         shared=int(kernel.metadata.shared),
-        spills=count("LDL", "STL") + int(found[2]),
+        spills=count("LDL", "STL") + int(usage_match[2]),
         loads_16=count("LDG", "LDGSTS", part="128"),
         tensor=count("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "TCGEN"),
         instructions=sum(operations.values()),
     )
 
 
-def _dumped(how: str, binary: bytes) -> str:
+def _dumped(flag: str, binary: bytes) -> str:
     """What cuobjdump says, kept beside Triton's own cache: listing takes as long as compiling."""
     store = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-    kept = store / f"cuobjdump{how}-{hashlib.sha256(binary).hexdigest()}"
+    kept = store / f"cuobjdump{flag}-{hashlib.sha256(binary).hexdigest()}"
     if not kept.exists():
         with tempfile.NamedTemporaryFile(suffix=".cubin", dir=store) as file:
             file.write(binary)
             file.flush()
-            line = [str(TOOLS / "cuobjdump"), how, file.name]
+            line = [str(TOOLS / "cuobjdump"), flag, file.name]
             done = subprocess.run(line, capture_output=True, text=True, check=True)
         part = kept.with_suffix(f".{os.getpid()}")
         part.write_text(done.stdout)
@@ -100,18 +101,18 @@ def _dumped(how: str, binary: bytes) -> str:
     return kept.read_text()
 
 
-def faults(build: Build, sm: int, made: Compiled) -> list[str]:
+def faults(build: Build, sm: int, kernel: Compiled) -> list[str]:
     """What is wrong with it; empty when it may be shipped."""
-    found = []
-    if made.spills:
-        found.append(f"{made.spills} spills")
-    if made.shared > SHARED[sm]:
-        found.append(f"{made.shared} bytes of shared memory, {SHARED[sm]} are there")
-    if build.wide_loads and not made.loads_16:
-        found.append("no 16-byte loads")
-    if build.tensor_cores and not made.tensor:
-        found.append("no tensor cores")
-    return found
+    wrong = []
+    if kernel.spills:
+        wrong.append(f"{kernel.spills} spills")
+    if kernel.shared > SHARED[sm]:
+        wrong.append(f"{kernel.shared} bytes of shared memory, {SHARED[sm]} are there")
+    if build.wide_loads and not kernel.loads_16:
+        wrong.append("no 16-byte loads")
+    if build.tensor_cores and not kernel.tensor:
+        wrong.append("no tensor cores")
+    return wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,11 @@ class _Job:
     def __call__(self) -> tuple[Compiled | None, list[str]]:
         build = named(self.sm)[self.name]
         try:
-            made = compiled(build, self.sm)
-        except Exception as error:  # the compiler's own, of any kind
+            kernel = compiled(build, self.sm)
+        # Triton and ptxas raise errors of any kind.
+        except Exception as error:
             return None, [str(error).strip().splitlines()[-1]]
-        return made, faults(build, self.sm, made)
+        return kernel, faults(build, self.sm, kernel)
 
 
 def _do(job: _Job) -> tuple[Compiled | None, list[str]]:
@@ -147,14 +149,14 @@ def report(
         last = {build.kernel: name for name, build in every.items()}.values()
         jobs += [_Job(x, sm) for x in (last if once else every) if re.search(only, x)]
     rows: dict[str, dict[int, Compiled]] = {job.name: {} for job in jobs}
-    found = []
+    all_faults = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(JOBS, os.cpu_count() or 1), mp_context=context) as pool:
-        for job, (made, wrong) in zip(jobs, pool.map(_do, jobs), strict=True):
-            found += [f"{job.name}, sm_{job.sm}: {fault}" for fault in wrong]
-            if made:
-                rows[job.name][job.sm] = made
-    return rows, found
+        for job, (kernel, wrong) in zip(jobs, pool.map(_do, jobs), strict=True):
+            all_faults += [f"{job.name}, sm_{job.sm}: {fault}" for fault in wrong]
+            if kernel:
+                rows[job.name][job.sm] = kernel
+    return rows, all_faults
 
 
 def main() -> int:

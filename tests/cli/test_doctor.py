@@ -158,7 +158,7 @@ def test_without_a_model_it_checks_the_installation(examined):
 
 def test_a_worker_that_packs_nothing_is_found(examined, tiny, monkeypatch):
     """Blocks are freed, nothing was packed and the plan is acknowledged: no error anywhere."""
-    end = lambda self: (self._number, self.abort_step())[0]  # noqa: E731
+    end = lambda self: (self._plan_number, self.abort_step())[0]  # noqa: E731
     monkeypatch.setattr(PromptCompressor, "end_step", end)
     found = checks(examined("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]

@@ -25,7 +25,7 @@ def planned(model: str, length: int, output: int, given: dict, **more):
         model=model, settings=given, length=length, output=output, block_size=BLOCK, device="cpu",
         **{**options, **more},
     )  # fmt: skip
-    return found.found
+    return found.forecast
 
 
 @pytest.fixture(scope="module")

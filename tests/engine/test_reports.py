@@ -13,7 +13,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
-from vllm_kvcompress.engine.frontend.usage import Collected, merge, told
+from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
 from vllm_kvcompress.engine.messages.step import Compression, Packed, StepPlan
 from vllm_kvcompress.engine.messages.usage import take_kept
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
@@ -94,10 +94,10 @@ def test_an_output_that_vllm_shares_is_not_written_to():
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     from vllm_kvcompress.engine.messages.step import StepReport
-    from vllm_kvcompress.engine.worker.worker import _with
+    from vllm_kvcompress.engine.worker.worker import _with_report
 
     report = StepReport(carried_out=3, packed=())
-    assert _with(EMPTY_MODEL_RUNNER_OUTPUT, report).kvcompress is report
+    assert _with_report(EMPTY_MODEL_RUNNER_OUTPUT, report).kvcompress is report
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "kvcompress")
 
 
@@ -212,15 +212,15 @@ def test_prompts_of_one_request_are_added_up():
 )
 def test_events_without_a_usage_of_openais_are_passed_on_as_they_are(event):
     kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
-    assert told(event, collected(kept)) is event
+    assert with_usage(event, collected(kept)) is event
 
 
 def test_an_event_with_usage_keeps_what_vllm_says():
     details = '"prompt_tokens_details":{"cached_tokens":2}'
     event = f'data: {{"id":"é","usage":{{"prompt_tokens":3,{details}}}}}\n\n'
     kept = {"method": "tova", "budget": 0.1, "prompt_tokens": 100, "kept_tokens": 10.0}
-    assert told(event, collected()) is event
-    assert told(event, collected(kept)) == (
+    assert with_usage(event, collected()) is event
+    assert with_usage(event, collected(kept)) == (
         'data: {"id":"é","usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2,'
         '"kv_compress":{"method":"tova","budget":0.1,"prompt_tokens":100,"kept_tokens":10.0}}}}\n\n'
     )

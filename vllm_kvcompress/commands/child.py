@@ -20,11 +20,13 @@ from vllm_kvcompress.errors import ConfigError
 
 _MODULE = "vllm_kvcompress.engine.diagnosis.doctor"
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler must be within reach
+    # The scheduler must be in this process, within reach.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LAST_LINES = 25
-_OF_THE_ENGINE = {"engine", "worker"}  # checks that its log may tell more about
+# The engine's log may tell more about these checks.
+_OF_THE_ENGINE = {"engine", "worker"}
 
 
 def examine(
@@ -34,10 +36,10 @@ def examine(
     timeout_s: float,
     verbose: bool = False,
 ) -> Report:
-    """Make the checks of `engine.doctor`.
+    """Make the checks of `engine.diagnosis.doctor`.
 
     Args:
-        spec: as `engine.doctor.examine` takes it.
+        spec: as `engine.diagnosis.doctor.examine` takes it.
         tell: is told of each check as it is made.
         verbose: let vLLM's log through to stderr.
 
@@ -64,11 +66,11 @@ def examine(
             with suppress(BrokenPipeError), process.stdin:
                 json.dump(spec, process.stdin)
             for line in lines:
-                found = json.loads(line)
-                if "kept" in found:
-                    kept = found["kept"]
+                message = json.loads(line)
+                if "kept" in message:
+                    kept = message["kept"]
                 else:
-                    checks.append(Check(**found["check"]))
+                    checks.append(Check(**message["check"]))
                     tell(checks[-1])
             status = process.wait()
         finally:

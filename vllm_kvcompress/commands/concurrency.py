@@ -110,12 +110,12 @@ class Forecast:
     worst: Worst | None = None
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["request_off"] = self._with_bytes(found.pop("off"))
-        found["request_on"] = self._with_bytes(found.pop("on"))
-        if found["worst"] is not None:
-            found["worst"]["request"] = self._with_bytes(found["worst"].pop("blocks"))
-        return found
+        payload = asdict(self)
+        payload["request_off"] = self._with_bytes(payload.pop("off"))
+        payload["request_on"] = self._with_bytes(payload.pop("on"))
+        if payload["worst"] is not None:
+            payload["worst"]["request"] = self._with_bytes(payload["worst"].pop("blocks"))
+        return payload
 
     def _with_bytes(self, blocks: dict[str, int]) -> dict[str, int]:
         sizes = {f"{name}_bytes": count * self.block_bytes for name, count in blocks.items()}
@@ -174,12 +174,12 @@ def forecast(
     plan, whole = _plan(settings, sizes, load)
     off, on = _blocks(load, block, None), _blocks(load, block, plan)
     may_ask = bool(settings.allow_override or settings.alias)
-    asks, most = _most(settings, sizes, load) if may_ask else ("", on)
+    asks, largest = _most_demanding(settings, sizes, load) if may_ask else ("", on)
     extra = extra_bytes(sizes, settings)
     pools: list[Concurrency | None] = [None, None, None]
     if pool_bytes is not None:
         left = pool_bytes - extra if tables_from_pool else pool_bytes
-        pools = [_fit(pool_bytes, sizes, off), _fit(left, sizes, on), _fit(left, sizes, most)]
+        pools = [_fit(pool_bytes, sizes, off), _fit(left, sizes, on), _fit(left, sizes, largest)]
     return Forecast(
         load=load,
         block_size=block,
@@ -193,7 +193,7 @@ def forecast(
         extra_bytes=extra,
         pool_off=pools[0],
         pool_on=pools[1],
-        worst=Worst(asks=asks, blocks=most, pool=pools[2]) if asks else None,
+        worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
     )
 
 
@@ -208,24 +208,24 @@ def _plan(
     return (plan, None) if whole is None else (None, whole)
 
 
-def _most(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
+def _most_demanding(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
     """The request that takes the most of those that may be asked for: what it asks, its blocks."""
     methods = {settings.compress, *settings.allow_override}
     if settings.allow_override:
         methods |= {alias.method for alias in settings.alias}
     budgets = [*largest_budgets(settings).named, *largest_budgets(settings).given]
-    asked: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
-    asked += [(f"the name {alias.name}", settings.granted(alias)) for alias in settings.alias]
+    candidates: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
+    candidates += [(f"the name {alias.name}", settings.granted(alias)) for alias in settings.alias]
     for method in sorted(methods - {"off"}):
         for budget in budgets:
             # a bound under a method's window is nothing that a request may ask of it
             with suppress(ConfigError):
-                asked.append((f"{method} at {budget}", settings.variant(method, budget)))
-    found = [
+                candidates.append((f"{method} at {budget}", settings.variant(method, budget)))
+    requests = [
         (asks, _blocks(load, sizes.block_size, _plan(own, sizes, load)[0] if own else None))
-        for asks, own in asked
+        for asks, own in candidates
     ]
-    return max(found, key=lambda one: one[1].end)
+    return max(requests, key=lambda request: request[1].end)
 
 
 def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) -> str | None:
@@ -245,8 +245,9 @@ def _blocks(load: Load, block: int, plan: PagePlan | None) -> Blocks:
 
 
 def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:
-    blocks = max(pool_bytes // sizes.block_bytes - 1, 0)  # one is the null block
-    most = sizes.max_requests
+    # One block of the pool is the null block, which no request gets.
+    blocks = max(pool_bytes // sizes.block_bytes - 1, 0)
+    max_requests = sizes.max_requests
     if blocks < request.prefill:
         need = (request.prefill + 1) * sizes.block_bytes / 2**30
         raise ConfigError(
@@ -257,7 +258,7 @@ def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:
     return Concurrency(
         pool_bytes=pool_bytes,
         blocks=blocks,
-        decoding=min(blocks // request.end, most),
-        beside_prefill=min(1 + (blocks - request.prefill) // request.end, most),
-        most=most,
+        decoding=min(blocks // request.end, max_requests),
+        beside_prefill=min(1 + (blocks - request.prefill) // request.end, max_requests),
+        most=max_requests,
     )

@@ -22,8 +22,9 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kept import KeptMap
 from vllm_kvcompress.parsing import parse_budget
 
-_BUCKETS = 240  # parts of a prompt that the picture tells apart
-_LEAST_TO_DRAW = 2048  # tokens of a prompt that shows something
+# The picture tells so many parts of a prompt apart, and needs so many tokens to show something.
+_BUCKETS = 240
+_LEAST_TO_DRAW = 2048
 _PICTURE = Path("kvcompress-explain.png")
 
 
@@ -84,8 +85,8 @@ def run(request: Request, *, as_json: bool) -> None:
     report = _report(request, (lambda _: None) if as_json else _teller(console))
     picture = _draw(request, report)
     if as_json:
-        found = report.to_json() | ({"picture": str(picture)} if picture else {})
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        payload = report.to_json() | ({"picture": str(picture)} if picture else {})
+        sys.stdout.write(json.dumps(payload, indent=2) + "\n")
     else:
         _conclude(request, report, picture, console)
     raise SystemExit(report.status)
@@ -98,7 +99,7 @@ def _report(request: Request, tell: Tell) -> Report:
             Host(request.url, request.api_key),
             tell=tell,
             text=text,
-            asked=_asked(request.settings),
+            xargs=_request_arguments(request.settings),
             expect=request.expect,
             tokens=request.tokens,
             timeout_s=request.timeout_s,
@@ -117,7 +118,8 @@ def _report(request: Request, tell: Tell) -> Report:
 
 
 def _arguments(request: Request, settings: dict[str, Any]) -> list[str]:
-    CompressionConfig.parse(settings)  # in our words, before anything starts
+    # Wrong settings are refused in our words, before anything starts.
+    CompressionConfig.parse(settings)
     if request.model is None:
         return []
     own = ["--kv-compress-config", json.dumps(settings)]
@@ -131,8 +133,8 @@ def _as_expected(request: Request, report: Report, tell: Tell) -> Report:
     is_on = not any(check.name == "compression" for check in report.checks)
     if is_on == request.expect:
         return report
-    wanted, got = ("on", "off") if request.expect else ("off", "on")
-    check = Check(name="expected", ok=False, detail=f"compression is {got}, expected {wanted}")
+    expected, actual = ("on", "off") if request.expect else ("off", "on")
+    check = Check(name="expected", ok=False, detail=f"compression is {actual}, expected {expected}")
     tell(check)
     return Report(checks=[*report.checks, check], kept=report.kept)
 
@@ -146,19 +148,19 @@ def _text(request: Request) -> str:
         raise ConfigError(f"--prompt-file {request.prompt_file} is not readable ({e})") from None
 
 
-def _asked(settings: dict[str, Any]) -> dict[str, Any]:
+def _request_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """What the request to a server asks for itself."""
     if others := sorted(settings.keys() - {"compress", "budget"}):
         raise ConfigError(
             f"a request to a running server may ask for --kv-compress and --kv-budget; {others} are"
             " the server's own"
         )
-    asked: dict[str, Any] = {}
+    xargs: dict[str, Any] = {}
     if "compress" in settings:
-        asked["kv_compress"] = CompressionConfig.parse({"compress": settings["compress"]}).compress
+        xargs["kv_compress"] = CompressionConfig.parse({"compress": settings["compress"]}).compress
     if "budget" in settings:
-        asked["kv_budget"] = parse_budget(settings["budget"])
-    return asked
+        xargs["kv_budget"] = parse_budget(settings["budget"])
+    return xargs
 
 
 def _draw(request: Request, report: Report) -> Path | None:

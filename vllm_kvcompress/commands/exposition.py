@@ -15,7 +15,8 @@ from vllm_kvcompress.errors import ConfigError, KVCompressError
 PREFIX = "vllm:kv_compress_"
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+# The server is asked directly, whatever http_proxy says.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
@@ -54,17 +55,17 @@ class Metrics:
 
     def by_engine(self, name: str) -> dict[str, float]:
         """The same for each engine by its own."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for sample in self.of(name):
             engine = sample.labels.get("engine", "")
-            found[engine] = found.get(engine, 0.0) + sample.value
-        return found
+            totals[engine] = totals.get(engine, 0.0) + sample.value
+        return totals
 
     @property
     def info(self) -> dict[str, str] | None:
         """What compression is set to; None when it is off."""
-        found = self.of(f"{PREFIX}info")
-        return found[0].labels if found else None
+        samples = self.of(f"{PREFIX}info")
+        return samples[0].labels if samples else None
 
 
 def _plain(label: str) -> str:
@@ -126,13 +127,14 @@ class Host:
         """
         with self._open(path, body, timeout_s) as answer:
             if answer.status != 200:
-                raise Unreachable(f"{path} answered {answer.status}: {said(self._read(answer))}")
+                message = error_message(self._read(answer))
+                raise Unreachable(f"{path} answered {answer.status}: {message}")
             for text in self._lines(answer):
                 if not text or text == "[DONE]":
                     continue
                 event: dict[str, Any] = json.loads(text)
                 if "error" in event:
-                    raise Unreachable(f"{path} failed: {said(text)}")
+                    raise Unreachable(f"{path} failed: {error_message(text)}")
                 yield event
 
     def _open(self, path: str, body: Any, timeout_s: float) -> Any:
@@ -168,10 +170,10 @@ class Host:
         return text
 
 
-def said(text: str) -> str:
+def error_message(text: str) -> str:
     """The sentence in an error's JSON, or the start of any other text."""
     try:
-        found = json.loads(text)
-        return str(found["error"]["message"])
+        answer = json.loads(text)
+        return str(answer["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text.strip()[:300]

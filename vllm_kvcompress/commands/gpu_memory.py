@@ -14,9 +14,11 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.model_traits import text_config
 
 GIB = 2**30
-LARGE_GPU_GIB = 70  # vLLM's own boundaries, of `EngineArgs.get_batch_defaults`
+# The two boundaries are vLLM's own, of `EngineArgs.get_batch_defaults`.
+LARGE_GPU_GIB = 70
 LARGEST_GPU_GIB = 160
-_BESIDE = GIB  # the device's context, libraries and communication, captured graphs
+# The device's context, libraries and communication, and captured graphs take about this much.
+_BESIDE = GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

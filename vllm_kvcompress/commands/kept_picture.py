@@ -20,8 +20,8 @@ def require_matplotlib() -> None:
         )
 
 
-def save_picture(found: KeptMap, path: Path) -> None:
-    """Draw `found` to a PNG file.
+def save_picture(kept_map: KeptMap, path: Path) -> None:
+    """Draw `kept_map` to a PNG file.
 
     Left, the share of KV heads that keep each part of the prompt; right, in the same rows, how many
     tokens each layer keeps.
@@ -35,7 +35,7 @@ def save_picture(found: KeptMap, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    rows = max(_LEAST_IN, _ROW_IN * found.layers)
+    rows = max(_LEAST_IN, _ROW_IN * kept_map.layers)
     height = rows + _AROUND_IN
     figure = Figure(figsize=(_WIDTH_IN, height), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
@@ -45,20 +45,20 @@ def save_picture(found: KeptMap, path: Path) -> None:
 
     shades = LinearSegmentedColormap.from_list("kept", _SHADES)
     image = heat.imshow(
-        found.share,
+        kept_map.share,
         aspect="auto",
         interpolation="nearest",
         cmap=shades,
         vmin=0,
         vmax=1,
-        extent=(0, found.prompt_tokens, found.layers - 0.5, -0.5),
+        extent=(0, kept_map.prompt_tokens, kept_map.layers - 0.5, -0.5),
     )
     heat.set_xlabel("position in the prompt (tokens)")
     heat.set_ylabel("layer")
-    heat.set_yticks(range(0, found.layers, -(-found.layers // max(round(rows / 0.3), 1))))
-    kept.barh(range(found.layers), found.kept_tokens, height=0.78, color=_SHADES[3])
-    kept.axvline(found.mean, color=_INK, linewidth=0.9, linestyle=(0, (3, 2)))
-    kept.set_xlim(0, max(found.kept_tokens) * 1.12)
+    heat.set_yticks(range(0, kept_map.layers, -(-kept_map.layers // max(round(rows / 0.3), 1))))
+    kept.barh(range(kept_map.layers), kept_map.kept_tokens, height=0.78, color=_SHADES[3])
+    kept.axvline(kept_map.mean, color=_INK, linewidth=0.9, linestyle=(0, (3, 2)))
+    kept.set_xlim(0, max(kept_map.kept_tokens) * 1.12)
     kept.set_xlabel("tokens kept (per KV head)")
     kept.tick_params(axis="y", left=False, labelleft=False)
     thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
@@ -76,21 +76,21 @@ def save_picture(found: KeptMap, path: Path) -> None:
         return 1 - inches / height
 
     figure.text(
-        left, inches_from_top(0.36), f"Kept tokens: {found.title}", size=13, weight="bold",
+        left, inches_from_top(0.36), f"Kept tokens: {kept_map.title}", size=13, weight="bold",
         color=_INK,
     )  # fmt: skip
-    figure.text(left, inches_from_top(0.62), found.summary, size=9.5, color=_QUIET)
+    figure.text(left, inches_from_top(0.62), kept_map.summary, size=9.5, color=_QUIET)
     scale = figure.add_axes((left, inches_from_top(1.04), 0.16, 0.1 / height))
     bar = figure.colorbar(image, cax=scale, orientation="horizontal", ticks=[0, 0.5, 1])
     bar.ax.set_xticklabels(["0 %", "50 %", "100 %"])
     bar.ax.tick_params(labelsize=7.5, colors=_QUIET, length=2)
     bar.outline.set(edgecolor=_RULE, linewidth=0.8)
     figure.text(
-        left + 0.175, inches_from_top(1.03), f"of a layer's {found.kv_heads} KV heads keep it",
+        left + 0.175, inches_from_top(1.03), f"of a layer's {kept_map.kv_heads} KV heads keep it",
         size=8.5, color=_QUIET,
     )  # fmt: skip
     kept.annotate(
-        f"mean {found.mean:,.0f}", xy=(found.mean, 1), xycoords=("data", "axes fraction"),
+        f"mean {kept_map.mean:,.0f}", xy=(kept_map.mean, 1), xycoords=("data", "axes fraction"),
         xytext=(0, 4), textcoords="offset points", ha="center", size=8, color=_INK,
     )  # fmt: skip
     try:

@@ -12,20 +12,20 @@ _SHADES = " ▁▂▃▄▅▆▇█"
 _BAR, _STRIP = 20, 60
 
 
-def show_kept(found: KeptMap, console: Console) -> None:
+def show_kept(kept_map: KeptMap, console: Console) -> None:
     """Print a line per layer: a bar of how many tokens it keeps, and a strip of where."""
-    console.print(found.title, style="bold", highlight=False)
-    console.print(found.summary, highlight=False)
-    width = max(len(f"{tokens:,.0f}") for tokens in found.kept_tokens)
-    end = f"{found.prompt_tokens:,}"
+    console.print(kept_map.title, style="bold", highlight=False)
+    console.print(kept_map.summary, highlight=False)
+    width = max(len(f"{tokens:,.0f}") for tokens in kept_map.kept_tokens)
+    end = f"{kept_map.prompt_tokens:,}"
     head = "kept".rjust(width)
     console.print(
         f"layer  {head} {'':{_BAR}}  where in the prompt: 0 {end:>{_STRIP - 23}}", highlight=False
     )
-    most = max(found.kept_tokens)
-    for layer, tokens in enumerate(found.kept_tokens):
-        bar = "█" * max(round(_BAR * tokens / most), 1)
-        line = f"{layer:5d}  {tokens:{width},.0f} {bar:{_BAR}}  {strip(found.share[layer])}"
+    largest = max(kept_map.kept_tokens)
+    for layer, tokens in enumerate(kept_map.kept_tokens):
+        bar = "█" * max(round(_BAR * tokens / largest), 1)
+        line = f"{layer:5d}  {tokens:{width},.0f} {bar:{_BAR}}  {strip(kept_map.share[layer])}"
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
         "Height of a strip: the share of KV heads that keep the tokens there; full is all of them.",
@@ -40,5 +40,6 @@ def strip(share: Sequence[float], width: int = _STRIP) -> str:
     cells = []
     for start, stop in pairwise(edges):
         part = sum(share[start:stop]) / (stop - start)
-        cells.append(_SHADES[math.ceil(min(part, 1) * 8)])  # what is kept at all is seen
+        # Rounded up, so that whatever is kept at all is seen.
+        cells.append(_SHADES[math.ceil(min(part, 1) * 8)])
     return "".join(cells)

@@ -63,17 +63,18 @@ def read_config(model: str) -> dict[str, Any]:
     """
     path = config_path(model)
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} is not readable as JSON ({e})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    if found.get("quantization_config") is None and (extra := _beside(path, "hf_quant_config")):
-        found["quantization_config"] = extra  # ModelOpt's, until its 0.29
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    if config.get("quantization_config") is None and (extra := _beside(path, "hf_quant_config")):
+        # Where ModelOpt wrote its settings until its 0.29.
+        config["quantization_config"] = extra
     modules = _beside(path, "modules") or ()
     if any(module.get("type") in _POOLING_MODULES for module in modules):
-        found["architectures"] = [SENTENCE_EMBEDDER]
-    return found
+        config["architectures"] = [SENTENCE_EMBEDDER]
+    return config
 
 
 def config_path(model: str) -> Path:
@@ -149,8 +150,8 @@ def shape_of(
         ConfigError: the model is one that cannot be compressed, or its config lacks a figure.
     """
     text = text_config(config)
-    found = _dtype(config, dtype)
-    traits = replace(traits_of(config), dtype=found, cache=cache_dtype)
+    stored = _dtype(config, dtype)
+    traits = replace(traits_of(config), dtype=stored, cache=cache_dtype)
     longest = _longest(text)
     if disable_sliding_window and traits.window is not None:
         longest = min(longest or traits.window, traits.window)
@@ -164,7 +165,7 @@ def shape_of(
         heads=heads,
         kv_heads=_kv_heads(text, heads),
         head_dim=int(dim or _figure(text, _WIDTH) // heads),
-        dtype=found,
+        dtype=stored,
         longest=longest,
     )
 
@@ -197,29 +198,29 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
 
 def _dtype(config: Mapping[str, Any], dtype: str) -> str:
     if dtype != "auto":
-        given = {"half": "float16", "float": "float32"}.get(dtype, dtype)
-        if given not in ITEMSIZE:
+        named = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        if named not in ITEMSIZE:
             raise ConfigError(f"--dtype must be auto or one of {sorted(ITEMSIZE)}, got {dtype!r}")
-        return given
+        return named
     text = text_config(config)
-    found = next(
+    declared = next(
         (str(part[key]) for part in (text, config) for key in ("dtype", "torch_dtype")
          if part.get(key)),
         "float32",
     )  # fmt: skip
-    found = found.removeprefix("torch.")
-    if found not in ITEMSIZE:
+    declared = declared.removeprefix("torch.")
+    if declared not in ITEMSIZE:
         raise ConfigError(
-            f"the model's dtype {found!r} is none of {sorted(ITEMSIZE)}; pass --dtype"
+            f"the model's dtype {declared!r} is none of {sorted(ITEMSIZE)}; pass --dtype"
         )
-    return "bfloat16" if found == "float32" else found
+    return "bfloat16" if declared == "float32" else declared
 
 
 def _longest(text: Mapping[str, Any]) -> int | None:
-    found = next((text[name] for name in _LONGEST if isinstance(text.get(name), int)), None)
+    positions = next((text[name] for name in _LONGEST if isinstance(text.get(name), int)), None)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
     original = scaling.get("original_max_position_embeddings") if factor else None
-    if found is None:
+    if positions is None:
         return None
-    return max(int(found), int(original * factor)) if original and factor else int(found)
+    return max(int(positions), int(original * factor)) if original and factor else int(positions)

@@ -13,7 +13,8 @@ from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 
-_BLOCK = {"cuda": 16, "cpu": 128}  # vLLM's own, where none is asked for
+# vLLM's own block sizes, where none is asked for.
+_BLOCK = {"cuda": 16, "cpu": 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class Answer:
     shape: ModelShape
     settings: CompressionConfig
     ranks: int
-    found: Forecast
+    forecast: Forecast
     defaulted: str | None
     estimated: Estimate | None
 
@@ -37,11 +38,11 @@ class Answer:
             "window": self.settings.resolved_window,
             "tensor_parallel_size": self.ranks,
             "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
-            **self.found.to_json(),
+            **self.forecast.to_json(),
         }
 
     def show(self) -> None:
-        load, shape = self.found.load, self.shape
+        load, shape = self.forecast.load, self.shape
         on = f", {self.ranks} GPUs" if self.ranks > 1 else ""
         title = (
             f"{self.model.rstrip('/').rsplit('/', 1)[-1]} ({shape.layers} layers,"
@@ -50,7 +51,7 @@ class Answer:
             f" --kv-budget {self.settings.budget}"
         )
         console = Console()
-        show_forecast(self.found, title, console, estimated=self.estimated is not None)
+        show_forecast(self.forecast, title, console, estimated=self.estimated is not None)
         for line in (self.defaulted, self.estimated and estimate_line(self.estimated)):
             if line:
                 console.print(line, highlight=False)
@@ -125,9 +126,9 @@ def ask(
         max_requests=requests or defaults.max_num_seqs,
         graphs=device == "cuda",
     )
-    found_memory = None
+    estimated = None
     if memory_gib is None and gpu_gib is not None:
-        found_memory = estimate(
+        estimated = estimate(
             config,
             shape,
             weights_of(config_path(model).parent, config, shape),
@@ -138,15 +139,15 @@ def ask(
             batched_tokens=defaults.batched_tokens,
         )
     pool = None if memory_gib is None else int(memory_gib * 2**30)
-    if found_memory is not None:
-        pool = found_memory.kv_cache_bytes
-    found = forecast(sizes, checked, load, pool_bytes=pool, tables_from_pool=device == "cuda")
+    if estimated is not None:
+        pool = estimated.kv_cache_bytes
+    result = forecast(sizes, checked, load, pool_bytes=pool, tables_from_pool=device == "cuda")
     return Answer(
         model=model,
         shape=shape,
         settings=checked,
         ranks=ranks,
-        found=found,
+        forecast=result,
         defaulted=default_line(device, gpu_gib, defaults) if requests is None else None,
-        estimated=found_memory,
+        estimated=estimated,
     )

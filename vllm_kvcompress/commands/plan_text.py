@@ -8,38 +8,38 @@ from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimat
 
 
 def show_forecast(
-    found: Forecast, title: str, console: Console, *, estimated: bool = False
+    forecast: Forecast, title: str, console: Console, *, estimated: bool = False
 ) -> None:
     """Print what a request takes off and compressed, and how many fit.
 
     Args:
         estimated: the pool's size is an estimate.
     """
-    block = found.block_bytes
+    block, load = forecast.block_bytes, forecast.load
     console.print(title, style="bold", highlight=False)
     table = Table("per request", "off", "compressed", "")
     for column in table.columns[1:]:
         column.justify = "right"
-    kept = round(found.kept_tokens)
+    kept = round(forecast.kept_tokens)
     table.add_row(
         "tokens kept per layer",
-        f"{found.load.prompt:,}",
+        f"{load.prompt:,}",
         f"{kept:,}",
-        f"{found.kept_tokens / found.load.prompt:.1%}",
+        f"{forecast.kept_tokens / load.prompt:.1%}",
     )
     for name, off, on in (
-        ("blocks in its prefill", found.off.prefill, found.on.prefill),
-        ("blocks while decoding", found.off.decoding, found.on.decoding),
-        (f"blocks after {found.load.output:,} tokens of answer", found.off.end, found.on.end),
+        ("blocks in its prefill", forecast.off.prefill, forecast.on.prefill),
+        ("blocks while decoding", forecast.off.decoding, forecast.on.decoding),
+        (f"blocks after {load.output:,} tokens of answer", forecast.off.end, forecast.on.end),
     ):
         table.add_row(name, f"{off:,}", f"{on:,}", _times(off, on))
-    off_bytes, on_bytes = found.off.end * block, found.on.end * block
+    off_bytes, on_bytes = forecast.off.end * block, forecast.on.end * block
     table.add_row("the same in memory", size(off_bytes), size(on_bytes), "")
-    if found.pool_off is not None and found.pool_on is not None:
+    if forecast.pool_off is not None and forecast.pool_on is not None:
         table.add_section()
-        _add_pool(table, found.pool_off, found.pool_on, " (estimated)" if estimated else "")
+        _add_pool(table, forecast.pool_off, forecast.pool_on, " (estimated)" if estimated else "")
     console.print(table)
-    for line in _notes(found):
+    for line in _notes(forecast):
         console.print(line, highlight=False)
 
 
@@ -54,35 +54,36 @@ def _add_pool(table: Table, off: Concurrency, on: Concurrency, mark: str) -> Non
         table.add_row(name, f"{before:,}", f"{after:,}", factor)
 
 
-def _notes(found: Forecast) -> list[str]:
+def _notes(forecast: Forecast) -> list[str]:
     notes = []
-    if found.left_whole is not None:
-        notes.append(f"This prompt is left whole: {found.left_whole}.")
+    if forecast.left_whole is not None:
+        notes.append(f"This prompt is left whole: {forecast.left_whole}.")
     notes.append(
-        f"A block is {found.block_size} tokens in all layers, {size(found.block_bytes)} per GPU."
+        f"A block is {forecast.block_size} tokens in all layers,"
+        f" {size(forecast.block_bytes)} per GPU."
         " Requests that share a prompt's start hold less."
     )
     notes.append(
-        f"Compression takes up to {size(found.extra_bytes)} per GPU beside the pool, of which"
-        f" {size(found.table_bytes)} are tables: fewer --max-num-seqs make them smaller."
+        f"Compression takes up to {size(forecast.extra_bytes)} per GPU beside the pool, of which"
+        f" {size(forecast.table_bytes)} are tables: fewer --max-num-seqs make them smaller."
     )
-    if found.worst is not None:
-        notes.append(_worst(found, found.worst))
-    if found.pool_on is None:
+    if forecast.worst is not None:
+        notes.append(_worst(forecast, forecast.worst))
+    if forecast.pool_on is None:
         notes.append(
             "How many fit depends on the pool: pass --kv-memory GIB, what vLLM's log calls"
             " available KV cache memory, or --gpu-memory GIB for an estimate."
         )
-    elif found.pool_on.decoding == found.pool_on.most:
-        notes.append(f"More would fit; {found.pool_on.most:,} is --max-num-seqs.")
+    elif forecast.pool_on.decoding == forecast.pool_on.most:
+        notes.append(f"More would fit; {forecast.pool_on.most:,} is --max-num-seqs.")
     return notes
 
 
-def _worst(found: Forecast, worst: Worst) -> str:
+def _worst(forecast: Forecast, worst: Worst) -> str:
     blocks = worst.blocks
     line = (
         f"The most that a request may ask for ({worst.asks}) is {blocks.end:,} blocks,"
-        f" {size(blocks.end * found.block_bytes)}"
+        f" {size(blocks.end * forecast.block_bytes)}"
     )
     if worst.pool is None:
         return f"{line}."
@@ -100,12 +101,12 @@ def default_line(device: str, gpu_gib: float | None, defaults: Defaults) -> str:
     )
 
 
-def estimate_line(found: Estimate) -> str:
+def estimate_line(memory: Estimate) -> str:
     """How the pool's size was estimated."""
     return (
-        f"The pool is an estimate: {found.utilization:g} of {size(found.gpu_bytes)}, less"
-        f" {size(found.weights_bytes)} of weights (from {found.weights_source}) and about"
-        f" {size(found.working_bytes)} to work in. vLLM measures it when it starts: give what it"
+        f"The pool is an estimate: {memory.utilization:g} of {size(memory.gpu_bytes)}, less"
+        f" {size(memory.weights_bytes)} of weights (from {memory.weights_source}) and about"
+        f" {size(memory.working_bytes)} to work in. vLLM measures it when it starts: give what it"
         " logs as --kv-memory."
     )
 

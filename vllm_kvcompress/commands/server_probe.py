@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_kvcompress.checks import Check, Report, Tell
-from vllm_kvcompress.commands.exposition import PREFIX, Host, Metrics, Unreachable, said
+from vllm_kvcompress.commands.exposition import PREFIX, Host, Metrics, Unreachable, error_message
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.probe_prompt import Limits
 
-_PATIENCE_S = 15.0  # vLLM's figures follow its next step
+# vLLM's figures follow its next step, which is waited for this long.
+_PATIENCE_S = 15.0
 _QUICK_S = 10.0
 _SHOWN = ("method", "budget", "window", "min_prompt", "pressure", "allow_override", "alias")
 
@@ -23,7 +24,7 @@ def examine(
     *,
     tell: Tell,
     text: str,
-    asked: Mapping[str, Any],
+    xargs: Mapping[str, Any],
     expect: bool | None,
     tokens: int | None,
     timeout_s: float,
@@ -32,7 +33,7 @@ def examine(
 
     Args:
         text: what the prompt is cut from.
-        asked: ``vllm_xargs`` of the request: its own method and budget, or nothing.
+        xargs: ``vllm_xargs`` of the request: its own method and budget, or nothing.
         expect: whether compression must be on; None where it may be either.
         tokens: length of the prompt; None for one that is just long enough.
     """
@@ -44,7 +45,7 @@ def examine(
         return ok
 
     try:
-        _examine(host, note, text, asked, expect, tokens, timeout_s)
+        _examine(host, note, text, xargs, expect, tokens, timeout_s)
     except (Unreachable, ConfigError) as e:
         note("request" if checks else "server", False, str(e))
     return Report(checks=checks)
@@ -54,7 +55,7 @@ def _examine(
     host: Host,
     note: Callable[[str, bool, str], bool],
     text: str,
-    asked: Mapping[str, Any],
+    xargs: Mapping[str, Any],
     expect: bool | None,
     tokens: int | None,
     timeout_s: float,
@@ -66,8 +67,8 @@ def _examine(
     before = host.metrics(_QUICK_S)
     if not _is_on(before, note, expect) or expect is False:
         return
-    model, asked_for = _addressed(before.info or {}, model, asked)
-    limits = _limits(before, asked_for, longest)
+    model, granted = _addressed(before.info or {}, model, xargs)
+    limits = _limits(before, granted, longest)
     prompt = _prompt(host, model, text, limits, tokens)
     plan = limits.plan(len(prompt))
     if plan is None:
@@ -75,7 +76,7 @@ def _examine(
             f"a prompt of {len(prompt)} tokens is left whole by this server; pass --tokens"
             f" {limits.shortest()}"
         )
-    during = _ask(host, model, prompt, limits, asked, timeout_s)
+    during = _ask(host, model, prompt, limits, xargs, timeout_s)
     after = _settled(host, before)
     note(*_counted(before, after, limits.settings.compress))
     note(*_freed(before, after, plan))
@@ -86,24 +87,24 @@ def _model(host: Host) -> tuple[str, int]:
     status, text = host.get("/v1/models", _QUICK_S)
     if status != 200:
         hint = "; pass --api-key" if status == 401 else ""
-        raise Unreachable(f"{host.url}/v1/models answered {status}: {said(text)}{hint}")
+        raise Unreachable(f"{host.url}/v1/models answered {status}: {error_message(text)}{hint}")
     first = json.loads(text)["data"][0]
     return str(first["id"]), int(first.get("max_model_len") or 1 << 30)
 
 
 def _addressed(
-    info: Mapping[str, str], model: str, asked: Mapping[str, Any]
+    info: Mapping[str, str], model: str, xargs: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any]]:
     """The name to ask under, and what that asks for.
 
     A server that compresses nothing under its own name may do so under an alias.
     """
-    if info.get("method") == "off" and not asked:
+    if info.get("method") == "off" and not xargs:
         for name, meaning in json.loads(info.get("alias") or "{}").items():
             method, _, budget = meaning.partition(":")
             if budget:
                 return name, {"kv_compress": method, "kv_budget": budget}
-    return model, asked
+    return model, xargs
 
 
 def _is_on(metrics: Metrics, note: Callable[[str, bool, str], bool], expect: bool | None) -> bool:
@@ -117,14 +118,14 @@ def _is_on(metrics: Metrics, note: Callable[[str, bool, str], bool], expect: boo
             )
         note("compression", not expect, detail)
         return False
-    told = ", ".join(f"{key} {info[key]}" for key in _SHOWN if info.get(key))
+    shown = ", ".join(f"{key} {info[key]}" for key in _SHOWN if info.get(key))
     if expect is False:
-        note("compression", False, f"on ({told}), and it is expected off")
+        note("compression", False, f"on ({shown}), and it is expected off")
         return False
-    return note("compression", True, f"on: {told}")
+    return note("compression", True, f"on: {shown}")
 
 
-def _limits(metrics: Metrics, asked: Mapping[str, Any], longest: int) -> Limits:
+def _limits(metrics: Metrics, xargs: Mapping[str, Any], longest: int) -> Limits:
     """What the server says of itself decides how long the prompt must be."""
     info = dict(metrics.info or {})
     cache = metrics.of("vllm:cache_config_info")
@@ -142,7 +143,7 @@ def _limits(metrics: Metrics, asked: Mapping[str, Any], longest: int) -> Limits:
     if own["compress"] != "off":
         own |= {"budget": info.get("budget", 0.2)}
         own |= {"window": int(info["window"])} if info.get("window") else {}
-    method, budget = asked.get("kv_compress"), asked.get("kv_budget")
+    method, budget = xargs.get("kv_compress"), xargs.get("kv_budget")
     if own["compress"] == "off" and method is None:
         raise ConfigError(
             "this server compresses only requests that ask for it; pass --kv-compress METHOD, one"
@@ -167,7 +168,7 @@ def _prompt(host: Host, model: str, text: str, limits: Limits, tokens: int | Non
     fresh = f"{uuid.uuid4()}\n\n{text[: 12 * length]}"
     status, answer = host.post("/tokenize", {"model": model, "prompt": fresh}, _QUICK_S)
     if status != 200:
-        raise Unreachable(f"{host.url}/tokenize answered {status}: {said(answer)}")
+        raise Unreachable(f"{host.url}/tokenize answered {status}: {error_message(answer)}")
     ids: list[int] = json.loads(answer)["tokens"]
     return (ids * (length // len(ids) + 1))[:length]
 
@@ -177,7 +178,7 @@ def _ask(
     model: str,
     prompt: list[int],
     limits: Limits,
-    asked: Mapping[str, Any],
+    xargs: Mapping[str, Any],
     timeout_s: float,
 ) -> list[tuple[int, Metrics]]:
     """Tokens computed at the least, and the metrics, at some moments of the answer."""
@@ -189,13 +190,13 @@ def _ask(
         "ignore_eos": True,
         "stream": True,
     }
-    if asked:
-        body["vllm_xargs"] = dict(asked)
-    seen = []
+    if xargs:
+        body["vllm_xargs"] = dict(xargs)
+    moments = []
     for count, _ in enumerate(host.stream("/v1/completions", body, timeout_s)):
         if count and count % (limits.answer // 4) == 0:
-            seen.append((len(prompt) + count, host.metrics(_QUICK_S)))
-    return seen
+            moments.append((len(prompt) + count, host.metrics(_QUICK_S)))
+    return moments
 
 
 def _settled(host: Host, before: Metrics) -> Metrics:
@@ -258,17 +259,17 @@ def _gauge(
 ) -> tuple[str, bool, str]:
     """vLLM's own usage gauge, which says nothing of us: only an idle server's can be judged."""
     name = "vllm:kv_cache_usage_perc"
-    alone = all(found.total("vllm:num_requests_running") <= 1 for _, found in during)
+    alone = all(metrics.total("vllm:num_requests_running") <= 1 for _, metrics in during)
     if not during or not alone or before.total(name) or len(after.of(name)) != 1:
         return "usage", True, "not judged: the server is at work for others too"
     total = int(before.of("vllm:cache_config_info")[0].labels["num_gpu_blocks"]) - 1
-    held = [round(found.total(name) * total) for _, found in during]
-    last = limits.held(plan, plan.tokens + 2 * limits.answer)
+    blocks_in_use = [round(metrics.total(name) * total) for _, metrics in during]
+    last = limits.blocks_held(plan, plan.tokens + 2 * limits.answer)
     whole = -(-plan.tokens // plan.block_size)
     left = round(after.total(name) * total)
-    ok = max(held) <= last and left == 0
+    ok = max(blocks_in_use) <= last and left == 0
     detail = (
-        f"{max(held)} blocks in use while decoding, {last} are planned at most ({whole} without"
-        f" compression), {left} afterwards"
+        f"{max(blocks_in_use)} blocks in use while decoding, {last} are planned at most"
+        f" ({whole} without compression), {left} afterwards"
     )
     return "usage", ok, detail

@@ -12,11 +12,14 @@ from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.model_traits import text_config
 
 _INDEX = "model.safetensors.index.json"
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # loaded as the model's own dtype
-_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "F4": 0.5}  # 1 otherwise
+# vLLM loads these as the model's own dtype.
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+# Bytes of an element; dtypes that are not listed take one.
+_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "F4": 0.5}
 _LARGEST_HEADER = 100 * 2**20
-_NVFP4 = 4.5  # 16 weights share a scale of 8 bits
-# bits of a weight, by what a checkpoint calls its quantisation
+# 16 weights of 4 bits share a scale of 8.
+_NVFP4 = 4.5
+# Bits of a weight, by what a checkpoint calls its quantisation.
 _BITS = {"fp8": 8, "modelopt": 8, "fbgemm_fp8": 8, "mxfp4": 4.25, "modelopt_fp4": _NVFP4}
 
 
@@ -46,10 +49,10 @@ def weights_of(folder: Path, config: Mapping[str, Any], shape: ModelShape) -> We
 
 def _index(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / _INDEX).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return index if isinstance(index, dict) else None
 
 
 def _files(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:
@@ -57,7 +60,7 @@ def _files(folder: Path, index: Mapping[str, Any] | None) -> list[Path]:
     if names := set((index or {}).get("weight_map", {}).values()):
         return [folder / name for name in sorted(names)]
     files = sorted(folder.glob("*.safetensors"))
-    return [one for one in files if not one.name.startswith("consolidated")] or files
+    return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def _tensor_bytes(file: Path, itemsize: int) -> int | None:
@@ -71,7 +74,7 @@ def _tensor_bytes(file: Path, itemsize: int) -> int | None:
     if not isinstance(header, dict):
         return None
     tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-    return int(sum(prod(one["shape"]) * _width(one["dtype"], itemsize) for one in tensors))
+    return int(sum(prod(tensor["shape"]) * _width(tensor["dtype"], itemsize) for tensor in tensors))
 
 
 def _width(dtype: str, itemsize: int) -> float:
@@ -101,28 +104,28 @@ def _from_config(config: Mapping[str, Any], shape: ModelShape) -> int:
 
 def _bits(config: Mapping[str, Any], plain: int) -> float:
     """Bits of a weight in a layer's matrices."""
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
         return plain
-    if "FP4" in _modelopt_algorithm(found):
+    if "FP4" in _modelopt_algorithm(quantization):
         return _NVFP4
     for key in ("bits", "w_bit", "weight_bits"):
-        if isinstance(found.get(key), int):
-            return float(found[key])
-    groups = found.get("config_groups")
+        if isinstance(quantization.get(key), int):
+            return float(quantization[key])
+    groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         bits = ((group or {}).get("weights") or {}).get("num_bits")
         if isinstance(bits, int):
             return bits
-    if found.get("load_in_4bit") or found.get("load_in_8bit"):
-        return 4 if found.get("load_in_4bit") else 8
-    return _BITS.get(str(found.get("quant_method")), plain)
+    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
+        return 4 if quantization.get("load_in_4bit") else 8
+    return _BITS.get(str(quantization.get("quant_method")), plain)
 
 
-def _modelopt_algorithm(found: Mapping[str, Any]) -> str:
+def _modelopt_algorithm(quantization: Mapping[str, Any]) -> str:
     """What ModelOpt calls its format, such as NVFP4; empty for another's checkpoint."""
-    if not str(found.get("quant_method") or "").lower().startswith("modelopt"):
+    if not str(quantization.get("quant_method") or "").lower().startswith("modelopt"):
         return ""
-    inner = found.get("quantization")
-    algorithm = (inner if isinstance(inner, Mapping) else found).get("quant_algo")
+    nested = quantization.get("quantization")
+    algorithm = (nested if isinstance(nested, Mapping) else quantization).get("quant_algo")
     return str(algorithm or "").upper()

@@ -53,21 +53,22 @@ def common(args: argparse.Namespace) -> list[str]:
 def replies(args: argparse.Namespace, model: str, content: str) -> tuple[list[Reply], list[Reply]]:
     """What vLLM alone and the compressed server answered, each `args.rounds` times."""
     flags = {"off": common(args), "on": [*common(args), *compression(args)]}
-    found: dict[str, list[Reply]] = {"off": [], "on": []}
+    by_server: dict[str, list[Reply]] = {"off": [], "on": []}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {}
         for name, arguments in flags.items():
             print(f"Starting vllm serve {args.model} {shlex.join(arguments)} ...", flush=True)
             servers[name] = stack.enter_context(serve(model, arguments, logs / f"{name}.log"))
-        for server in servers.values():  # the first request of a server pays for warm-up
+        # A server's first request pays for its warm-up.
+        for server in servers.values():
             ask(server, content[:200], tokens=4, salt="warm-up")
         print("Asking both ...", flush=True)
         for number in range(args.rounds):
             for name, server in servers.items():
                 reply = ask(server, content, tokens=args.max_tokens, salt=f"round {number}")
-                found[name].append(reply)
-    return found["off"], found["on"]
+                by_server[name].append(reply)
+    return by_server["off"], by_server["on"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.serve:
         line = command(model, args.port, [*common(args), *compression(args)])
         os.execvpe(line[0], line, {**ENVIRONMENT, **os.environ})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so the server ends too
+    # An exit unwinds the stack, so that the servers end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tokenizer = AutoTokenizer.from_pretrained(model)
     content = prompt(tokenizer, args.tokens, CHOSEN)
     off, on = (summary(each, tokenizer) for each in replies(args, model, content))

@@ -67,14 +67,14 @@ def ask(server: Server, prompt: str, *, tokens: int, salt: str) -> Reply:
             ids.extend(came)
         if event.usage:
             prompt_tokens = event.usage.prompt_tokens
-    found = server.compressed()[lines:]
+    reports = server.compressed()[lines:]
     return Reply(
         token_ids=tuple(ids),
         prompt_tokens=prompt_tokens,
         first_token_s=times[0] - start,
         token_s=(times[-1] - times[0]) / max(len(ids) - 1, 1),
         blocks=blocks,
-        compressed=found[-1] if found else None,
+        compressed=reports[-1] if reports else None,
     )
 
 

@@ -52,12 +52,12 @@ def build(target: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         ).to(torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        made = Path(scratch) / "checkpoint"
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
+        checkpoint = Path(scratch) / "checkpoint"
+        model.save_pretrained(checkpoint)
+        tokenizer.save_pretrained(checkpoint)
         if target.exists():
             shutil.rmtree(target)
-        made.rename(target)
+        checkpoint.rename(target)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from typing import Any
 
 from vllm_kvcompress.demo.text import english
 
-TIMES = 3  # that the text states each note
-MANNER = "Answer in a few words."  # without it the full cache goes on after its answer
+TIMES = 3
+"""How often the text states each note."""
+MANNER = "Answer in a few words."
+"""Ends the prompt: without it the full cache goes on after its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +110,14 @@ def noted_text(tokenizer: Any, num_tokens: int) -> str:
         )
     ids = tokenizer.encode(english()[: room * 12], add_special_tokens=False)[:room]
     text: str = tokenizer.decode(ids)
-    ends = [found.start() for found in re.finditer(r"\n\n", text)] or [len(text)]
-    made, start = "", 0
+    ends = [match.start() for match in re.finditer(r"\n\n", text)] or [len(text)]
+    noted, start = "", 0
     for number, note in enumerate(notes, 1):
         wanted = len(text) * number // (len(notes) + 1)
         end = min(ends, key=lambda at: abs(at - wanted))
-        made += f"{text[start:end]}\n\n{note}"
+        noted += f"{text[start:end]}\n\n{note}"
         start = end
-    return made + text[start:]
+    return noted + text[start:]
 
 
 def prompt(tokenizer: Any, num_tokens: int, question: Question) -> str:
@@ -152,12 +154,13 @@ def surest(asked: Iterable[Asked]) -> Asked:
     Raises:
         ValueError: there is none.
     """
-    known: Sequence[Asked] = [one for one in asked if one.known_from_the_text]
+    known: Sequence[Asked] = [question for question in asked if question.known_from_the_text]
     if not known:
         raise ValueError(
             "the full cache must answer a question from the text, got none; ask others"
         )
-    return max(known, key=lambda one: one.gap)
+    return max(known, key=lambda question: question.gap)
 
 
-CHOSEN = QUESTIONS[7]  # a test holds that `surest` chooses it from the recorded answers
+CHOSEN = QUESTIONS[7]
+"""The demo's question. A test holds that `surest` chooses it from the recorded answers."""

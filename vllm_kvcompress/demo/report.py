@@ -12,7 +12,8 @@ from vllm_kvcompress.demo.ask import Run
 from vllm_kvcompress.demo.questions import Question
 from vllm_kvcompress.demo.server import Compressed
 
-BAR = 26  # characters of the longest bar
+BAR = 26
+"""Characters of the longest bar."""
 
 
 def show(
@@ -122,5 +123,6 @@ def _layers(result: Compressed) -> Table:
 def save_picture(console: Console, path: Path, title: str) -> None:
     """Write what a recording console has shown as an SVG that loads nothing from elsewhere."""
     svg = re.sub(r"@font-face\s*{[^}]*}", "", console.export_svg(title=title))
-    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)  # some viewers drop spaces
+    # Some viewers drop spaces unless they are told not to.
+    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
     path.write_text(re.sub(r"<!--.*?-->", "", svg))

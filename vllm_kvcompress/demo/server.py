@@ -71,12 +71,12 @@ class Server:
             KeyError: the server does not export `name`.
         """
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        found = [
+        samples = [
             s for f in text_string_to_metric_families(text) for s in f.samples if s.name == name
         ]
-        if not found:
+        if not samples:
             raise KeyError(name)
-        return sum(float(s.labels[label]) if label else s.value for s in found)
+        return sum(float(sample.labels[label]) if label else sample.value for sample in samples)
 
     def compressed(self) -> list[Compressed]:
         return compressed_requests(self.log.read_text(errors="replace"))

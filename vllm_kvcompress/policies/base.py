@@ -84,8 +84,8 @@ class Selector(Protocol):
 
 def closest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"``, or nothing when no known name is near."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def choose(role: str, table: Mapping[str, T], name: str) -> T:

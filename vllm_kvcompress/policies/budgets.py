@@ -7,8 +7,10 @@ import torch
 
 from vllm_kvcompress.plan import PagePlan
 
-_SLACK = 1e-9  # a share this close below an integer is that integer
-_DIGITS = 1e9  # remainders that agree this far are a tie: the rest is float64's noise
+_SLACK = 1e-9
+"""A share this close below an integer is that integer."""
+_DIGITS = 1e9
+"""Remainders that agree this far are a tie: the rest is float64's noise."""
 
 
 def apportion(

@@ -47,12 +47,12 @@ def published(allocator: str, model: str | None, budget: float | int) -> dict[st
         budget: tokens per layer (int), or a ratio (float), for which nothing is published.
     """
     name = (model or "").lower().replace("meta-llama-", "llama-")
-    found = next((m for m in MODELS if all(part in name for part in m.names)), None)
-    if found is None:
+    entry = next((m for m in MODELS if all(part in name for part in m.names)), None)
+    if entry is None:
         return {}
-    if allocator == "cake" and isinstance(budget, int) and budget in found.cake:
-        tau1, tau2 = found.cake[budget]
+    if allocator == "cake" and isinstance(budget, int) and budget in entry.cake:
+        tau1, tau2 = entry.cake[budget]
         return {"tau1": tau1, "tau2": tau2}
-    if allocator == "dynamickv" and found.r_max is not None:
-        return {"r_max": found.r_max}
+    if allocator == "dynamickv" and entry.r_max is not None:
+        return {"r_max": entry.r_max}
     return {}

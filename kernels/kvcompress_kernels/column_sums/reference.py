@@ -14,10 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-ROWS = 32  # query positions in a block, at most
-LOGITS = 8 << 20  # bytes of one block's logits, unless 8 rows take more
-KEYS = 24 << 20  # bytes of float32 keys
-SAFE = 1e-20, 1e30  # row sums that lost no term that matters and are far from overflow
+ROWS = 32
+"""Query positions in a block, at most."""
+LOGITS = 8 << 20
+"""Bytes of one block's logits, unless 8 rows take more."""
+KEYS = 24 << 20
+"""Bytes of float32 keys."""
+SAFE = 1e-20, 1e30
+"""Row sums in between lost no term that matters and are far from overflow."""
 
 
 class _Tile(NamedTuple):
@@ -80,7 +84,8 @@ def _tiles(
     rows = min(max(LOGITS // (8 * heads * half), 8), ROWS, count)
     for start in range(0, tokens, span):
         at = start + torch.arange(2 * half, device=query.device).view(half, 2).T  # [2, half]
-        token = at.clamp_max(tokens - 1)  # columns past the prompt are in every row's future
+        # Columns past the prompt are in every row's future, so any token may stand for them.
+        token = at.clamp_max(tokens - 1)
         k = key_pages[pages[token // block], :, :, token % block].permute(0, 2, 3, 1)
         k = k.float().contiguous().mul_(scale).view(2 * kv_heads, dim, half)
         buffer = query.new_empty(2 * heads * rows * half, dtype=torch.float32)

@@ -214,13 +214,15 @@ class _Shape:
     dim: int
     block: int
     run: int
-    bytes: int  # of an element of the query
+    bytes: int
+    """Of an element of the query."""
 
     def lse(self) -> dict[str, Any]:
         return self._tiles(128)
 
     def sums(self) -> dict[str, Any]:
-        return self._tiles(64)  # two programs on a multiprocessor: one multiplies, one takes exp2
+        # Two programs share a multiprocessor: while one multiplies, the other takes exp2.
+        return self._tiles(64)
 
     def _tiles(self, rows: int) -> dict[str, Any]:
         known = self.block if self.block & (self.block - 1) == 0 and self.block <= 1024 else 0
@@ -257,11 +259,13 @@ def run(
     inputs = query, starts, key_pages, pages, count, lse
     strides = *query.stride(), len(pages), *key_pages.stride(), rows
     factor = scale * LOG2_E
-    how = shape.lse()
-    _lse_kernel[heads, triton.cdiv(rows, how["ROWS"]), 1](*inputs, factor, block, *strides, **how)
-    how = shape.sums()
-    _sum_kernel[heads, triton.cdiv(tokens, how["COLUMNS"]), 1](
-        *inputs, sums, factor, block, tokens, *strides, **how
+    config = shape.lse()
+    _lse_kernel[heads, triton.cdiv(rows, config["ROWS"]), 1](
+        *inputs, factor, block, *strides, **config
+    )
+    config = shape.sums()
+    _sum_kernel[heads, triton.cdiv(tokens, config["COLUMNS"]), 1](
+        *inputs, sums, factor, block, tokens, *strides, **config
     )
     return sums
 
@@ -279,28 +283,28 @@ def builds(sm: int) -> list[Build]:
     Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
     stores them transposed, where no kernel runs.
     """
-    made = []
+    all_builds = []
     for dim, of in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         shape = _Shape(4, dim, 16, 1, 2)
-        for what, kernel, how in (
+        for step, kernel, config in (
             ("lse", _lse_kernel, shape.lse()),
             ("sums", _sum_kernel, shape.sums()),
         ):
-            made.append(_build(f"column_sums {what} D{dim}{named(of)}", kernel, how, of))
-    return made
+            all_builds.append(_build(f"column_sums {step} D{dim}{named(of)}", kernel, config, of))
+    return all_builds
 
 
-def _build(name: str, kernel: Any, how: dict[str, Any], of: str) -> Build:
-    how = dict(how, s_query_dim=1, s_dim=1)
-    warps, stages = how.pop("num_warps"), how.pop("num_stages")
+def _build(name: str, kernel: Any, config: dict[str, Any], of: str) -> Build:
+    config = dict(config, s_query_dim=1, s_dim=1)
+    warps, stages = config.pop("num_warps"), config.pop("num_stages")
     kinds = dict(query="*bf16", keys=of, pages="*i64", starts="*i32", tokens="*i32")
     kinds |= dict(lse="*fp32", sums="*fp32", scale="fp32")
-    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in how}
+    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in config}
     return Build(
         name=name,
         kernel=kernel,
         signature=signature,
-        constexprs=how,
+        constexprs=config,
         warps=warps,
         stages=stages,
         aligned=tuple(arg for arg in signature if arg not in (*VARY, "scale")),

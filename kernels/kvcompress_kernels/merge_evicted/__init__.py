@@ -64,9 +64,9 @@ def merge_evicted(
         f"kept must be [N, {heads}, n]",
         tuple(kept.shape),
     )
-    rows, _, most = kept.shape
-    require(0 < most <= tokens, name, "0 < n <= tokens must hold", (most, tokens))
-    require(0 < least <= most, name, "0 < least <= n must hold", (least, most))
+    rows, _, max_kept = kept.shape
+    require(0 < max_kept <= tokens, name, "0 < n <= tokens must hold", (max_kept, tokens))
+    require(0 < least <= max_kept, name, "0 < least <= n must hold", (least, max_kept))
     require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
     check_pages(name, pages, tokens, block, rows)
     if contract.triton_takes(key_pages):

@@ -8,9 +8,12 @@ import math
 
 import torch
 
-KEPT = 4096  # kept tokens in a tile
-COSINES = 8 << 20  # bytes of one tile's cosines
-ROUNDING = 2.0**-21  # of a float32 cosine, four units in its last place
+KEPT = 4096
+"""Kept tokens in a tile."""
+COSINES = 8 << 20
+"""Bytes of one tile's cosines."""
+ROUNDING = 2.0**-21
+"""Rounding of a float32 cosine that is allowed for: four units in its last place."""
 
 
 def run(
@@ -63,7 +66,8 @@ def _merge(
         for row in range(0, evicted.shape[1], rows):
             tile = slice(row, row + rows)
             top, at = (_unit(key(head, evicted[:, tile])) @ near_keys).max(-1)
-            better = top > u[:, tile]  # an equal earlier one stays
+            # A later token must be nearer to win, so that ties go to the earlier one.
+            better = top > u[:, tile]
             u[:, tile] = torch.where(better, top, u[:, tile])
             near[:, tile] = torch.where(better, at + first, near[:, tile])
 

@@ -14,12 +14,18 @@ from kvcompress_kernels.merge_evicted.triton_passes import (
     place_kernel,
 )
 
-RANKED = 128  # evicted tokens that `count_kernel` ranks at a time
-COUNTING = 8  # its warps; 4 spill with Triton 3.7
-TABLES = ("pages", "kept", "counts", "tokens")  # of one layer at a time: no alignment is known
-SEGMENT = 4096  # evicted tokens of one program of `count_kernel`, at least
-COPIED = 64  # kept tokens of one program of `pack_kernel`
-MEMBERS = 32  # merged tokens that `fold_kernel` reads at a time
+RANKED = 128
+"""Evicted tokens that `count_kernel` ranks at a time."""
+COUNTING = 8
+"""Warps of `count_kernel`; with 4 it spills under Triton 3.7."""
+TABLES = ("pages", "kept", "counts", "tokens")
+"""Arguments of which each layer reads its own row, so that no alignment is known."""
+SEGMENT = 4096
+"""Evicted tokens of one program of `count_kernel`, at least."""
+COPIED = 64
+"""Kept tokens of one program of `pack_kernel`."""
+MEMBERS = 32
+"""Merged tokens that `fold_kernel` reads at a time."""
 
 
 class Shape(NamedTuple):
@@ -37,7 +43,8 @@ def _shape(pad: int, itemsize: int, sm: int) -> Shape:
     everywhere before and after Hopper. 8 warps hold them in 218.
     """
     if itemsize > 2:
-        return Shape(32, 32, 4, 2)  # float32 has no tensor cores
+        # Float32 is multiplied without tensor cores.
+        return Shape(32, 32, 4, 2)
     if pad > 128:
         return Shape(64, 64, 4, 2)
     return Shape(128, 64, 4 if sm == 90 and pad <= 64 else 8, 3)
@@ -55,7 +62,8 @@ def _folding(pad: int) -> int:
 
 def _pad(dim: int) -> int:
     pad: int = triton.next_power_of_2(dim)
-    return max(16, pad)  # the least that `tl.dot` multiplies
+    # `tl.dot` multiplies no fewer than 16.
+    return max(16, pad)
 
 
 def run(
@@ -70,17 +78,17 @@ def run(
     for x in (key_pages, value_pages):
         if x.dtype == torch.float64:
             raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
-    layers, heads, most = kept.shape
+    layers, heads, max_kept = kept.shape
     lengths, evicted = torch.full_like(counts, tokens), max(tokens - least, 1)
     _, _, dim, block = key_pages.shape
     value_dim, device = value_pages.shape[3], kept.device
     pad, value_pad = _pad(dim), _pad(value_dim)
     shape = _shape(pad, key_pages.dtype.itemsize, architecture(device))
-    rooms = triton.cdiv(most, COPIED) * COPIED
+    rooms = triton.cdiv(max_kept, COPIED) * COPIED
     pages, kept = pages.contiguous(), kept.to(torch.int32).contiguous()
     tiles, width = triton.cdiv(evicted, shape.evicted), pages.shape[1]
     # counters take no more room than the evicted tokens do, but for one segment
-    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // most))
+    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // max_kept))
     segment = triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
 
     def new(dtype: torch.dtype, *size: int) -> torch.Tensor:
@@ -90,31 +98,31 @@ def run(
     cosines, sums = new(torch.float32, evicted), new(torch.float64, tiles)
     near, places, ranks = (new(torch.int32, evicted) for _ in range(3))
     members, weights = new(torch.int32, evicted), new(torch.float32, evicted)
-    keys, values = new(torch.float32, most, dim), new(torch.float32, most, value_dim)
-    counters = new(torch.int32, most * segments).zero_()
+    keys, values = new(torch.float32, max_kept, dim), new(torch.float32, max_kept, value_dim)
+    counters = new(torch.int32, max_kept * segments).zero_()
     many = (heads, layers)
 
     pack_kernel[(rooms // COPIED, *many)](
-        key_pages, pages, kept, counts, packed, scales, width, most, rooms, block,
+        key_pages, pages, kept, counts, packed, scales, width, max_kept, rooms, block,
         *key_pages.stride(), dim, pad, COPIED, num_warps=_copying(pad),
     )  # fmt: skip
     nearest_kernel[(tiles, *many)](
         key_pages, pages, kept, counts, lengths, packed, scales, cosines, near, places, sums,
-        width, most, rooms, evicted, block, most.bit_length(), *key_pages.stride(),
+        width, max_kept, rooms, evicted, block, max_kept.bit_length(), *key_pages.stride(),
         dim, pad, shape.evicted, shape.kept, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     count_kernel[(segments, *many)](
-        cosines, near, sums, counts, lengths, ranks, counters, most, evicted, tiles, segment,
+        cosines, near, sums, counts, lengths, ranks, counters, max_kept, evicted, tiles, segment,
         RANKED, 128, num_warps=COUNTING,
     )  # fmt: skip
     ends = counters.cumsum(2, dtype=torch.int32)
     place_kernel[(triton.cdiv(evicted, 512), *many)](
         cosines, near, places, ranks, ends, counts, lengths, members, weights,
-        most, evicted, segment, segments, 512,
+        max_kept, evicted, segment, segments, 512,
     )  # fmt: skip
-    fold_kernel[(most, *many)](
+    fold_kernel[(max_kept, *many)](
         key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
-        width, most, evicted, segments, block, *key_pages.stride(), *value_pages.stride(),
+        width, max_kept, evicted, segments, block, *key_pages.stride(), *value_pages.stride(),
         dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
     )  # fmt: skip
     return keys, values
@@ -128,7 +136,7 @@ def builds(sm: int) -> list[Build]:
     pointers |= dict(weights="*fp32", keys="*fp32", values="*fp32")
     pointers |= dict(key_pages="*bf16", value_pages="*bf16")
     ones = {"s_dim": 1, "k_dim": 1, "v_dim": 1}
-    made = []
+    all_builds = []
 
     def add(name: str, kernel: Any, warps: int, stages: int, wide: bool, **constexprs: int) -> None:
         fixed = {k: v for k, v in ones.items() if k in kernel.arg_names} | constexprs
@@ -139,7 +147,7 @@ def builds(sm: int) -> list[Build]:
         }
         known = {*pointers, "room"} - {*TABLES}
         aligned = tuple(k for k in signature if k in known or k[1:2] == "_")
-        made.append(
+        all_builds.append(
             Build(
                 name=f"merge_evicted {name}",
                 kernel=kernel,
@@ -164,4 +172,4 @@ def builds(sm: int) -> list[Build]:
         add(f"fold D={dim}", fold_kernel, _folding(pad), 3, True, **both, ROWS=MEMBERS)
     add("count", count_kernel, COUNTING, 3, False, ROWS=RANKED, SUMS=128)
     add("place", place_kernel, 4, 3, False, ROWS=512)
-    return made
+    return all_builds

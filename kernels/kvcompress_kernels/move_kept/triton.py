@@ -122,13 +122,13 @@ def run(
 ) -> None:
     source, target = _Pages.of(key_pages, value_pages), _Pages.of(to_keys, to_values)
     _, heads, block, key_dim = source.keys.shape
-    value_dim, (rows, most) = source.values.shape[3], destinations.shape
-    if rows * most == 0:
+    value_dim, (rows, max_pages) = source.values.shape[3], destinations.shape
+    if rows * max_pages == 0:
         return
     pages, destinations = _dense(pages), _dense(destinations)
     kept = None if kept is None else _dense(kept)
     shapes = _shapes(key_dim, value_dim, source.keys.element_size())
-    grid = (triton.cdiv(most * block, shapes["ROWS"]) * heads, rows)
+    grid = (triton.cdiv(max_pages * block, shapes["ROWS"]) * heads, rows)
     _move_kernel[grid](
         *source,
         *target,

@@ -45,8 +45,10 @@ def select(
     """
     name = "select"
     rows = _check(name, scores, most)
-    given = {"columns": columns, "keep": keep, "first": first, "last": last}
-    per_row = [_per_row(name, what, x, rows, scores.device) for what, x in given.items()]
+    arguments = {"columns": columns, "keep": keep, "first": first, "last": last}
+    per_row = [
+        _per_row(name, argument, x, rows, scores.device) for argument, x in arguments.items()
+    ]
     if contract.triton_takes(scores):
         from kvcompress_kernels.select.triton import run
     else:

@@ -21,8 +21,10 @@ from kvcompress_kernels.builds import Build
 
 BITS = tl.constexpr(8)
 BINS = tl.constexpr(256)
-PART = 16  # tokens of a chunk that are read or written at once
-TOKENS = 1024  # tokens that a program of `_chunk_keys_kernel` holds
+PART = 16
+"""Tokens of a chunk that are read or written at once."""
+TOKENS = 1024
+"""Tokens that a program of `_chunk_keys_kernel` holds."""
 
 
 class Shape(NamedTuple):
@@ -244,7 +246,8 @@ def chunks(
     size: int,
     heads: int,
 ) -> torch.Tensor:
-    size = min(size, max(scores.shape[1], 1))  # a longer chunk is the whole row too
+    # A chunk that is longer than the row is the whole row too.
+    size = min(size, max(scores.shape[1], 1))
     rows, number = len(scores) // heads, -(-scores.shape[1] // size)
     out = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
     if rows and most:
@@ -263,28 +266,29 @@ def chunks(
 
 def builds(sm: int) -> list[Build]:
     rows = dict(columns="*i32", keep="*i32", out="*i32", most="i32")
-    given = dict(scores="*fp32", first="*i32", last="*i32", width="i32", s_row="i32")
+    scored = dict(scores="*fp32", first="*i32", last="*i32", width="i32", s_row="i32")
     keyed = dict(scores="*fp32", columns="*i32", keys="*i64", size="i32", heads="i32")
-    made = [
+    all_builds = [
         Build(
             name=f"select tile={shape.tile}",
             kernel=_select_kernel,
-            signature=rows | given,
+            signature=rows | scored,
             constexprs=dict(TILE=shape.tile),
             warps=shape.warps,
-            aligned=(*(rows.keys() - {"most"}), *given),
+            aligned=(*(rows.keys() - {"most"}), *scored),
         )
         for shape in (_shape(2048), _shape(32768), _shape(131072))
     ]
     for part in (1, PART):
-        made += [
+        all_builds += [
             Build(
                 name=f"select chunk_keys part={part}",
                 kernel=_chunk_keys_kernel,
                 signature=keyed | dict(number="i32", s_row="i32"),
                 constexprs=dict(TILE=TOKENS // part, PART=part),
                 aligned=("scores", "columns", "keys", "s_row"),
-                wide_loads=False,  # a chunk starts anywhere
+                # A chunk may start anywhere, so its scores are not aligned.
+                wide_loads=False,
             ),
             Build(
                 name=f"select chunks part={part}",
@@ -292,7 +296,8 @@ def builds(sm: int) -> list[Build]:
                 signature=rows | dict(keys="*i64", size="i32", number="i32"),
                 constexprs=dict(TILE=_chunks_tile(part), PART=part),
                 aligned=("keys", "columns", "keep", "out"),
-                wide_loads=False,  # rows of an odd number of keys
+                # A row may have an odd number of keys, so the next one is not aligned.
+                wide_loads=False,
             ),
         ]
-    return made
+    return all_builds

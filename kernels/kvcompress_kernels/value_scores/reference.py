@@ -8,7 +8,8 @@ others have is added up. Below that all tokens go one way, so that equal ones ti
 
 import torch
 
-DIFFERENCES = 8 << 20  # bytes of o - v_j for one tile of tokens
+DIFFERENCES = 8 << 20
+"""Bytes of o - v_j for one tile of tokens."""
 
 
 def run(
@@ -47,11 +48,11 @@ def run(
     for token in tiles:
         distance = torch.linalg.vector_norm(o.unsqueeze(2) - values(token).unsqueeze(1), dim=-1)
         share = h[..., token]
-        most = (share > 0.5) & (rest > 0)
-        left = torch.where(most, rest, 1 - share).clamp_min(1e-6)
+        dominant = (share > 0.5) & (rest > 0)
+        left = torch.where(dominant, rest, 1 - share).clamp_min(1e-6)
         change = share / left * distance  # [Hkv, G, n]
         if not fast:
-            change = torch.where(most, top * apart, change)
+            change = torch.where(dominant, top * apart, change)
         scores[:, token] = (
             change.mean(1) if reduce == "mean" else torch.linalg.vector_norm(change, dim=1)
         )

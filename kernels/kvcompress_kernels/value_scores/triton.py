@@ -28,18 +28,20 @@ class _Shape:
     dim: int
     block: int
     fast: bool
-    bytes: int  # of an element of V
+    bytes: int
+    """Of an element of V."""
     sm: int
 
     def sums(self) -> dict[str, Any]:
         heads = 4 if self.fast else max(triton.next_power_of_2(self.group), 4)
         pad = max(triton.next_power_of_2(self.dim), 16)
         tile = max(16, min(64, 16384 // (pad * self.bytes)))
-        how = dict(self._common(), HEADS=heads, PAD=pad, TILE=tile, SPLIT=SPLIT)
-        how["GROUP"] = 1 if self.fast else self.group
+        config = dict(self._common(), HEADS=heads, PAD=pad, TILE=tile, SPLIT=SPLIT)
+        config["GROUP"] = 1 if self.fast else self.group
         # from Blackwell on the product leaves less to a thread
         warps = 4 if heads * pad <= (2048 if self.sm >= 100 else 1024) else 8
-        return dict(how, num_warps=warps, num_stages=6)  # half of them the page table's
+        # Half of the stages are taken by the page table's own loads.
+        return dict(config, num_warps=warps, num_stages=6)
 
     def join(self) -> dict[str, Any]:
         pad = triton.next_power_of_2(self.dim)
@@ -84,9 +86,9 @@ def run(
     sum_kernel[splits, kv_heads, 1](*inputs, heaviest, sums, *sizes, **shape.sums())
     joined = outputs, alone, alone_score
     join_kernel[heads, 1](*inputs, heaviest, rests, sums, *joined, *sizes, **shape.join())
-    how = dict(shape.scores(), L2=reduce == "l2")
-    grid = triton.cdiv(width, how["TILE"]), kv_heads, 1
-    score_kernel[grid](*inputs, *joined, scores, *sizes, **how)
+    config = dict(shape.scores(), L2=reduce == "l2")
+    grid = triton.cdiv(width, config["TILE"]), kv_heads, 1
+    score_kernel[grid](*inputs, *joined, scores, *sizes, **config)
     return scores
 
 
@@ -96,36 +98,40 @@ def builds(sm: int) -> list[Build]:
     Values of bf16 or, a few, of float8.
     """
     narrow = dict(wide_loads=False)
-    made = [_build("value_scores heaviest", heaviest_kernel, dict(SPLIT=SPLIT), "*bf16", **narrow)]
+    all_builds = [
+        _build("value_scores heaviest", heaviest_kernel, dict(SPLIT=SPLIT), "*bf16", **narrow)
+    ]
     sizes = [*product((128,), (4,), float8(sm).values()), (128, 16, "*bf16")]
     sizes += product(DIMS, (4,), ["*bf16"])
     for (dim, group, kind), fast in product(sizes, (False, True)):
         shape = _Shape(group, dim, 16, fast, 2 if kind == "*bf16" else 1, sm)
         of = f"D{dim} G{group}{' fast' if fast else ''}{named(kind)}"
-        made.append(_build(f"value_scores sums {of}", sum_kernel, shape.sums(), kind))
-        made.append(_build(f"value_scores join {of}", join_kernel, shape.join(), kind, **narrow))
+        all_builds.append(_build(f"value_scores sums {of}", sum_kernel, shape.sums(), kind))
+        all_builds.append(
+            _build(f"value_scores join {of}", join_kernel, shape.join(), kind, **narrow)
+        )
         for l2 in (False, True):
             name = f"value_scores scores {of} {'l2' if l2 else 'mean'}"
-            made.append(_build(name, score_kernel, dict(shape.scores(), L2=l2), kind))
-    return made
+            all_builds.append(_build(name, score_kernel, dict(shape.scores(), L2=l2), kind))
+    return all_builds
 
 
 def _build(
-    name: str, kernel: Any, how: dict[str, Any], kind: str, *, wide_loads: bool = True
+    name: str, kernel: Any, config: dict[str, Any], kind: str, *, wide_loads: bool = True
 ) -> Build:
     strides = dict(s_dim=1) if "s_dim" in kernel.arg_names else {}
-    how = how | strides
-    warps, stages = how.pop("num_warps", 4), how.pop("num_stages", 3)
+    config = config | strides
+    warps, stages = config.pop("num_warps", 4), config.pop("num_stages", 3)
     kinds = {"values": kind, "pages": "*i64"}
     kinds |= dict.fromkeys(("tokens", "heaviest", "alone"), "*i32")
     floats = ("weights", "sums", "rests", "outputs", "alone_score", "scores")
     kinds |= dict.fromkeys(floats, "*fp32")
-    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in how}
+    signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in config}
     return Build(
         name=name,
         kernel=kernel,
         signature=signature,
-        constexprs=how,
+        constexprs=config,
         warps=warps,
         stages=stages,
         aligned=tuple(arg for arg in signature if arg not in VARY),

@@ -40,10 +40,10 @@ def window_scores(
         ValueError: shapes disagree, the window is empty or as long as the prompt, or `variance`
             is asked of a single row.
     """
-    (found,) = window_scores_of_layers(
+    (scores,) = window_scores_of_layers(
         [query], key_pages, pages[None], tokens, scale, variance=variance
     )
-    return found
+    return scores
 
 
 def window_scores_of_layers(

@@ -9,7 +9,8 @@ import torch
 
 from kvcompress_kernels.window_scores.result import WindowScores
 
-TILE = 512  # columns
+TILE = 512
+"""Columns of the prompt in one tile of logits."""
 
 
 def run(

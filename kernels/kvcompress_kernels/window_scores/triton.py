@@ -30,8 +30,8 @@ def run(
     scale: float,
     variance: bool,
 ) -> WindowScores:
-    (found,) = run_layers([query], key_pages, pages[None], tokens, scale, variance)
-    return found
+    (scores,) = run_layers([query], key_pages, pages[None], tokens, scale, variance)
+    return scores
 
 
 def run_layers(
@@ -50,7 +50,8 @@ def run_layers(
     require(query.dtype in FLOATS, name, f"queries must be one of {list(FLOATS)}", query.dtype)
     check_cache(name, key_pages)
 
-    if scale < 0:  # the kernels take the top of the logits before they scale
+    # The kernels take the top of the logits before they scale, so the scale must be positive.
+    if scale < 0:
         query, scale = -query, -scale
     model = w, group, dim, max(query.itemsize, key_pages.itemsize)
     partials_shapes = _partials_shapes(*model)
@@ -112,17 +113,19 @@ def run_layers(
     ]
 
 
-def _shapes(w: int, group: int, dim: int, itemsize: int, least: int, most: int) -> dict[str, int]:
-    """The configuration of a program of `least` to `most` rows, launch options included.
+def _shapes(
+    w: int, group: int, dim: int, itemsize: int, least: int, max_rows: int
+) -> dict[str, int]:
+    """The configuration of a program of `least` to `max_rows` rows, launch options included.
 
     A tile is 64 keys and at most 128 rows: 16 KiB of K in flight and 64 registers a thread of
     logits with 4 warps at D 128, bf16. Float32 is multiplied without tensor cores, out of
     registers, and gets a quarter of the rows.
     """
-    most = 32 if itemsize == 4 else most
-    window = min(triton.next_power_of_2(w), most)
-    heads = min(triton.next_power_of_2(group), most // window)
-    heads = max(heads, min(least, most) // window)
+    max_rows = 32 if itemsize == 4 else max_rows
+    window = min(triton.next_power_of_2(w), max_rows)
+    heads = min(triton.next_power_of_2(group), max_rows // window)
+    heads = max(heads, min(least, max_rows) // window)
     pad = max(16, triton.next_power_of_2(dim))
     return {
         "DIM": dim,
@@ -148,9 +151,9 @@ def _columns_shapes(
     """16 rows are the fewest of `tl.dot`. The most need 8 warps: several maps of a tile are alive.
     Blackwell's logits, which come from its tensor memory, would spill at 128 rows, and Ampere's
     without the variance."""
-    most = 64 if sm >= 100 or (sm < 90 and not variance) else 128
-    shapes = _shapes(w, group, dim, itemsize, 16, most)
-    many = shapes["HEADS"] * shapes["WINDOW"] == most
+    max_rows = 64 if sm >= 100 or (sm < 90 and not variance) else 128
+    shapes = _shapes(w, group, dim, itemsize, 16, max_rows)
+    many = shapes["HEADS"] * shapes["WINDOW"] == max_rows
     many |= sm >= 100 and w == 1
     return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
 
@@ -161,7 +164,7 @@ def builds(sm: int) -> list[Build]:
     Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
     stores them transposed, where no kernel runs.
     """
-    found = [
+    all_builds = [
         Build(
             name="window_scores log_sum",
             kernel=log_sum_kernel,
@@ -177,10 +180,10 @@ def builds(sm: int) -> list[Build]:
         )
     ]
     for of in float8(sm).values():
-        found += _builds(128, 32, of, sm)
+        all_builds += _builds(128, 32, of, sm)
     for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 64, 128))]:
-        found += _builds(dim, w, "*bf16", sm)
-    return found
+        all_builds += _builds(dim, w, "*bf16", sm)
+    return all_builds
 
 
 def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
@@ -192,10 +195,10 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
     outputs = ("total_out", "variance_out", "recent_out", "last_out", "entropies", "shifts")
     some, every = (_columns_shapes(w, 4, dim, 2, sm, variance) for variance in (False, True))
 
-    def build(kernel: Any, what: str, pointers: Sequence[str], size: str, how: Any) -> Build:
-        constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **how}
+    def build(kernel: Any, part: str, pointers: Sequence[str], size: str, config: Any) -> Build:
+        constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **config}
         return Build(
-            name=f"window_scores {what} D{dim} w{w}{named(of)}",
+            name=f"window_scores {part} D{dim} w{w}{named(of)}",
             kernel=kernel,
             signature={**inputs, **dict.fromkeys(pointers, "*fp32"), **numbers, size: "i32"},
             warps=constexprs.pop("num_warps"),
@@ -205,7 +208,8 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
             tensor_cores=True,
         )
 
-    plain = ("total_out", "recent_out", "last_out", "entropies")  # what is not CAKE's asks for
+    # Every method but CAKE asks for these alone.
+    plain = ("total_out", "recent_out", "last_out", "entropies")
     absent = dict.fromkeys(set(outputs) - set(plain))
     return [
         build(

@@ -79,25 +79,25 @@ class CompressedImpl(ABC):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        given = vars(self)
-        window = given.get("sliding_window", -1)
+        attributes = vars(self)
+        window = attributes.get("sliding_window", -1)
         refused = {
-            "ALiBi (biases need true positions)": given.get("alibi_slopes") is not None,
+            "ALiBi (biases need true positions)": attributes.get("alibi_slopes") is not None,
             "a sliding window": window not in (-1, (-1, -1)),
-            "a logits soft cap": bool(given.get("logits_soft_cap")),
-            "attention sinks": given.get("sinks") is not None,
-            "KV sharing between layers": given.get("kv_sharing_target_layer_name") is not None,
-            "chunked local attention": given.get("chunk_lookback", -1) != -1,
-            f"{AttentionType(given['attn_type']).value} attention": given["attn_type"]
+            "a logits soft cap": bool(attributes.get("logits_soft_cap")),
+            "attention sinks": attributes.get("sinks") is not None,
+            "KV sharing between layers": attributes.get("kv_sharing_target_layer_name") is not None,
+            "chunked local attention": attributes.get("chunk_lookback", -1) != -1,
+            f"{AttentionType(attributes['attn_type']).value} attention": attributes["attn_type"]
             != AttentionType.DECODER,
         }
-        if found := [what for what, is_so in refused.items() if is_so]:
+        if features := [feature for feature, used in refused.items() if used]:
             raise ConfigError(
-                f"--kv-compress cannot serve a model with {' and '.join(found)};"
+                f"--kv-compress cannot serve a model with {' and '.join(features)};"
                 " serve this model without --kv-compress"
             )
         # vLLM gives a layer its own dtype where a checkpoint's quantisation says so
-        stored = given.get("kv_cache_dtype", "auto")
+        stored = attributes.get("kv_cache_dtype", "auto")
         if stored not in PLAIN_CACHES:
             model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
             raise ConfigError(f"--kv-compress: {unsupported(model)}")

@@ -48,7 +48,8 @@ class _PerLayer:
     def __init__(
         self, batch: Any, tables: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor]
     ) -> None:
-        self.batch = copy.copy(batch)  # not `batch`, which will hold this object
+        # A copy, since `batch` itself will hold this object.
+        self.batch = copy.copy(batch)
         self.tables, self.lengths = tables, lengths
 
     def __getitem__(self, layer: int) -> Any:

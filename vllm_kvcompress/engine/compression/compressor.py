@@ -93,7 +93,7 @@ class PromptCompressor:
         self._queries = queries
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
-        self._number: int | None = None  # of the plan of this step
+        self._plan_number: int | None = None
         self._layers_watched = 0
         self._spans: list[_Span] = []
         self._finished: list[tuple[Finished, Stopwatch]] = []
@@ -111,13 +111,13 @@ class PromptCompressor:
             self.pool.forget(request_id)
         self.abort_step()
         self._step = plan_of(output)
-        self._number = None if self._step is None else self._step.number
+        self._plan_number = None if self._step is None else self._step.number
         self.running = True
 
     def abort_step(self) -> None:
         """Drop what is left of a step that did not come to its end."""
         self._step, self._spans, self._finished = None, [], []
-        self._number, self._layers_watched = None, 0
+        self._plan_number, self._layers_watched = None, 0
         self.running = False
 
     def begin_batch(
@@ -130,7 +130,8 @@ class PromptCompressor:
             query_start: ``R + 1`` token offsets of the rows, on the host.
             block_table: ``[R, W]`` int32 vLLM block ids.
         """
-        step, self._step = self._step, None  # one batch a step: it is laid out once
+        # A step has one batch, so its plan is taken once.
+        step, self._step = self._step, None
         if step is None:
             return
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
@@ -204,7 +205,8 @@ class PromptCompressor:
         missing = span.prefill.window - len(latest)
         if earlier is not None and missing > 0:
             return torch.cat([earlier[-missing:], latest])
-        return latest.clone()  # the model goes on to write over its queries
+        # A copy, since the model goes on to write over its queries.
+        return latest.clone()
 
     def _accumulated(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """Column sums ``[Hq, tokens]`` of the prefill so far: a chunk's rows are final."""
@@ -244,7 +246,7 @@ class PromptCompressor:
             self._prefills.pop(finished.todo.request_id, None)
             self.compressed += 1
             self.reports.add(finished.todo, pages, stopwatch)
-        carried_out = self._number
+        carried_out = self._plan_number
         self.abort_step()
         return carried_out
 

@@ -153,7 +153,7 @@ class Packer:
                 self._scale,
                 variance=Reads.VARIANCE in method.reads,
             )
-            windows = {place.layer: seen for place, seen in zip(watched, scores, strict=True)}
+            windows = {place.layer: window for place, window in zip(watched, scores, strict=True)}
         for place, read in zip(places, reads, strict=True):
             sums = finished.sums[place.layer] if Reads.COLUMN_SUMS in read else None
             yield method.observe(place, plan, windows.get(place.layer), sums)
@@ -178,7 +178,7 @@ class Packer:
         """
         counts = move.counts
         column = torch.arange(move.targets.shape[1], device=counts.device)
-        rooms = (counts.cumsum(0) - counts)[:, None] + column  # of the staging buffer
+        staging_pages = (counts.cumsum(0) - counts)[:, None] + column
         heads = [slice(h, h + 1) for h in range(self.keys.shape[1])]
         if method.merge:
             heads = [slice(None)]
@@ -186,10 +186,12 @@ class Packer:
             part = self.keys[:, head], self.values[:, head]
             staged = _like(part[0].mT, plan.pages).mT, _like(part[1], plan.pages)
             if method.merge:
-                self._merge(plan, move, rooms, staged)
+                self._merge(plan, move, staging_pages, staged)
             else:
-                move_kept(*part, move.prompt, move.kept[:, head], counts, rooms, into=staged)
-            move_kept(*staged, rooms, None, counts, move.targets, into=part)
+                move_kept(
+                    *part, move.prompt, move.kept[:, head], counts, staging_pages, into=staged
+                )
+            move_kept(*staged, staging_pages, None, counts, move.targets, into=part)
 
     def _merge(self, plan: PagePlan, move: Move, targets: torch.Tensor, into: PageViews) -> None:
         """Write kept tokens, merged, to their pages; those of the tail where they are.
@@ -234,15 +236,16 @@ def merged_pages(
         Keys and values in ``n // bs`` pages ``[n // bs, Hkv, bs, D]``, of which the first
         ``counts[0]`` are filled; keys and values of the tail ``[Hkv, tail, D]``.
     """
-    size, tail, most = plan.block_size, plan.tail, kept.shape[2] // plan.block_size
-    start = counts * size  # of the tail, behind the packed ones
-    held, least = start + tail, plan.floor_pages * size + tail
-    slots = start + torch.arange(tail, device=start.device)
+    size, tail, max_pages = plan.block_size, plan.tail, kept.shape[2] // plan.block_size
+    # The tail lies behind the packed pages.
+    tail_start = counts * size
+    lengths, least = tail_start + tail, plan.floor_pages * size + tail
+    slots = tail_start + torch.arange(tail, device=tail_start.device)
     pages, tails = [], []
-    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, held, least)
+    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, lengths, least)
     for cache, wide in zip((keys, values), merged, strict=True):
         tokens = wide[0].to(cache.dtype)  # [Hkv, n, D]
-        whole = tokens[:, : most * size].unflatten(1, (most, size))
+        whole = tokens[:, : max_pages * size].unflatten(1, (max_pages, size))
         pages.append(whole.transpose(0, 1))
         tails.append(tokens[:, slots])
     return (pages[0], pages[1]), (tails[0], tails[1])

@@ -76,7 +76,8 @@ class Reports:
             pages: ``[L]``, pages that each layer keeps, on the device.
             stopwatch: of its scoring and packing.
         """
-        with stopwatch.running():  # the copy's end is the last thing asked for
+        # The copy's end is the last thing that is asked of the device.
+        with stopwatch.running():
             if pages.is_cuda:
                 here = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
                 pages = here.copy_(pages, non_blocking=True)

@@ -27,7 +27,8 @@ class TiledPacker(Packer):
     def __init__(self, pool: PagePool, layout: Tiled, *, scale: float, num_layers: int) -> None:
         self.pool, self.num_layers = pool, num_layers
         self._layout, self._scale = layout, scale
-        self._longest = 0  # a layer at a time: each is unpacked to be read
+        # Layers are never scored together, since each is unpacked to be read.
+        self._longest = 0
 
     def read(self, pages: torch.Tensor) -> PageViews:
         return (

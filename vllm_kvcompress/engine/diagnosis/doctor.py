@@ -30,14 +30,14 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
     """
     try:
         require(tell, _made("versions", _versions))
-        # not before: it imports vLLM
+        # Not before this: it imports vLLM.
         from vllm_kvcompress.engine.diagnosis.installation import check_seams, plugin
 
         require(tell, _made("plugin", plugin))
         require(tell, _made("seams", check_seams))
         if "--model" not in spec["arguments"]:
             return None
-        # not before: it imports what the seams are about
+        # Not before this: it imports what the seams are about.
         from vllm_kvcompress.engine.diagnosis.trial import try_model
 
         return try_model(spec, tell)
@@ -49,7 +49,8 @@ def _versions() -> Check:
     module = "vllm.engine.arg_utils"
     try:
         importlib.import_module(module)
-    except Exception as e:  # anything may go wrong while others are imported
+    except Exception as e:
+        # Anything may go wrong while others' modules are imported.
         raise import_failure(e, installed_vllm(), module) from e
     from vllm_kvcompress.engine.diagnosis.installation import versions
 
@@ -62,7 +63,8 @@ def _made(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except SeamError as e:
         return Check(name=name, ok=False, detail=str(e))
-    except ImportError as e:  # vLLM imports much of itself only when it is asked for its flags
+    except ImportError as e:
+        # vLLM imports much of itself only when it is asked for its flags.
         return Check(name=name, ok=False, detail=str(import_failure(e, installed_vllm())))
 
 

@@ -21,7 +21,7 @@ from vllm_kvcompress.errors import SeamError
 
 def versions() -> Check:
     """What is installed, and whether this vLLM is one that is accepted."""
-    found = [
+    installed = [
         f"vllm-kvcompress {vllm_kvcompress.__version__}",
         f"vLLM {vllm.__version__}",
         f"torch {torch.__version__}",
@@ -29,7 +29,7 @@ def versions() -> Check:
         f"Python {platform.python_version()}",
     ]
     ok = TESTED.contains(vllm.__version__, prereleases=True)
-    detail = ", ".join(found)
+    detail = ", ".join(installed)
     if not ok:
         detail += f": this vLLM is untested with --kv-compress; install a vLLM in {TESTED}"
     return Check(name="versions", ok=ok, detail=detail)
@@ -62,24 +62,24 @@ def check_seams(seams: Sequence[Seam] = SEAMS) -> Check:
     """Whether this vLLM has every place that compression needs on this platform, and what to do."""
     here = "cuda" if current_platform.is_cuda() else "cpu"
     needed = [seam for seam in seams if seam.on in ("", here)]
-    found = []
+    errors = []
     for seam in needed:
         try:
             seam.check(vllm.__version__)
         except SeamError as e:
-            found.append(e)
-    if found:
+            errors.append(e)
+    if errors:
         # one missing package is behind many seams
-        said = dict.fromkeys([*(e.problem for e in found), *(e.cure for e in found)])
-        return Check(name="seams", ok=False, detail="; ".join(said))
+        sentences = dict.fromkeys([*(e.problem for e in errors), *(e.cure for e in errors)])
+        return Check(name="seams", ok=False, detail="; ".join(sentences))
     return Check(name="seams", ok=True, detail=f"all {len(needed)} for {here} are there")
 
 
 def parser() -> FlexibleArgumentParser:
     """vLLM's own parser of its engine flags, with whatever plugins added."""
-    made = FlexibleArgumentParser(prog="kvcompress doctor")
-    EngineArgs.add_cli_args(made)
-    return made
+    engine_parser = FlexibleArgumentParser(prog="kvcompress doctor")
+    EngineArgs.add_cli_args(engine_parser)
+    return engine_parser
 
 
 def sentence(error: BaseException) -> str:

@@ -15,11 +15,12 @@ from vllm_kvcompress.probe_prompt import Limits
 
 
 @dataclass(slots=True)
-class Seen:
+class Outcome:
     """What happened to the prompt.
 
     Args:
-        held: per step in which it decoded: tokens computed by then, and blocks out of the pool.
+        blocks_held: per step in which it decoded: tokens computed by then, and blocks out of the
+            pool.
         free_before, free_after: the pool's free blocks around it.
         answered: tokens of the answer.
         packed: per rank, prompts that its worker says it has packed meanwhile.
@@ -29,12 +30,12 @@ class Seen:
     free_before: int
     free_after: int = 0
     answered: int = 0
-    held: list[tuple[int, int]] = field(default_factory=list)
+    blocks_held: list[tuple[int, int]] = field(default_factory=list)
     packed: list[int] = field(default_factory=list)
     records: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
-def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: int) -> Seen:
+def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: int) -> Outcome:
     """Answer `prompt` alone, and watch vLLM's own pool of blocks meanwhile.
 
     Args:
@@ -46,7 +47,7 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
     pool = scheduler.kv_cache_manager.block_pool
     before = executor.collective_rpc(_packed)
     executor.collective_rpc(record, args=(buckets,))
-    seen = Seen(free_before=pool.get_num_free_blocks())
+    outcome = Outcome(free_before=pool.get_num_free_blocks())
     engine.add_request(
         "kvcompress-doctor",
         {"prompt_token_ids": list(prompt)},
@@ -59,18 +60,19 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
     )
     while engine.has_unfinished_requests():
         done = engine.step()
-        seen.answered = max([seen.answered, *(len(o.outputs[0].token_ids) for o in done)])
+        outcome.answered = max([outcome.answered, *(len(o.outputs[0].token_ids) for o in done)])
         for request in scheduler.running:
             if request.num_computed_tokens >= len(prompt):
-                held = seen.free_before - pool.get_num_free_blocks()
-                seen.held.append((request.num_computed_tokens, held))
-    for _ in range(3):  # what async scheduling still has in flight
+                blocks = outcome.free_before - pool.get_num_free_blocks()
+                outcome.blocks_held.append((request.num_computed_tokens, blocks))
+    # Async scheduling still has steps in flight.
+    for _ in range(3):
         engine.step()
-    seen.free_after = pool.get_num_free_blocks()
+    outcome.free_after = pool.get_num_free_blocks()
     after = executor.collective_rpc(_packed)
-    seen.packed = [b - a for a, b in zip(before, after, strict=True)]
-    seen.records = executor.collective_rpc(recorded)
-    return seen
+    outcome.packed = [b - a for a, b in zip(before, after, strict=True)]
+    outcome.records = executor.collective_rpc(recorded)
+    return outcome
 
 
 def _packed(wrapper: Any) -> int:
@@ -78,14 +80,16 @@ def _packed(wrapper: Any) -> int:
     return 0 if compressor is None else int(compressor.compressed)
 
 
-def judge(seen: Seen, plan: PagePlan, limits: Limits) -> list[Check]:
-    """What `seen` says about whether compression works."""
-    return [_worker(seen, plan), _blocks(seen, plan, limits), _back(seen)]
+def judge(outcome: Outcome, plan: PagePlan, limits: Limits) -> list[Check]:
+    """What `outcome` says about whether compression works."""
+    return [_worker(outcome, plan), _blocks(outcome, plan, limits), _pool(outcome)]
 
 
-def _worker(seen: Seen, plan: PagePlan) -> Check:
-    pages = [sum(one["pages"] for one in records) for records in seen.records]
-    ok = all(count == 1 for count in seen.packed) and all(found == plan.pages for found in pages)
+def _worker(outcome: Outcome, plan: PagePlan) -> Check:
+    pages = [sum(record["pages"] for record in records) for records in outcome.records]
+    ok = all(prompts == 1 for prompts in outcome.packed) and all(
+        packed_pages == plan.pages for packed_pages in pages
+    )
     if ok:
         detail = (
             f"{len(pages)} of {len(pages)} ranks packed the prompt of {plan.tokens} tokens into"
@@ -93,44 +97,47 @@ def _worker(seen: Seen, plan: PagePlan) -> Check:
         )
     else:
         detail = (
-            f"the ranks packed {seen.packed} prompts into {pages} pages, each must pack 1 into"
+            f"the ranks packed {outcome.packed} prompts into {pages} pages, each must pack 1 into"
             f" {plan.pages}: compression is on and does not run; look for another plugin or patch"
             " that replaces vLLM's worker or its attention"
         )
     return Check(name="worker", ok=ok, detail=detail)
 
 
-def _blocks(seen: Seen, plan: PagePlan, limits: Limits) -> Check:
+def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
     whole = -(-plan.tokens // plan.block_size)
-    wrong = [(n, held) for n, held in seen.held if held != limits.held(plan, n)]
-    if not seen.held:
+    wrong = [
+        (n, blocks) for n, blocks in outcome.blocks_held if blocks != limits.blocks_held(plan, n)
+    ]
+    if not outcome.blocks_held:
         detail = "the request never decoded, so that its blocks could not be counted"
     elif wrong:
-        tokens, held = wrong[0]
+        tokens, blocks = wrong[0]
         detail = (
-            f"{held} blocks were held with {tokens} tokens computed, {limits.held(plan, tokens)}"
-            f" are planned ({whole} without compression): blocks did not come back; look for"
+            f"{blocks} blocks were held with {tokens} tokens computed,"
+            f" {limits.blocks_held(plan, tokens)} are planned ({whole} without compression): blocks"
+            " did not come back; look for"
             " another plugin or patch that replaces vLLM's scheduler or its KV cache manager"
         )
     else:
         detail = (
-            f"{seen.held[0][1]} held while decoding, as planned, instead of {whole}, at each of"
-            f" {len(seen.held)} steps"
+            f"{outcome.blocks_held[0][1]} held while decoding, as planned, instead of {whole}, at"
+            f" each of {len(outcome.blocks_held)} steps"
         )
-    return Check(name="blocks", ok=bool(seen.held) and not wrong, detail=detail)
+    return Check(name="blocks", ok=bool(outcome.blocks_held) and not wrong, detail=detail)
 
 
-def _back(seen: Seen) -> Check:
-    ok = seen.free_after == seen.free_before and seen.answered > 0
-    detail = f"{seen.free_after} blocks free afterwards, {seen.free_before} before"
-    if seen.answered == 0:
+def _pool(outcome: Outcome) -> Check:
+    ok = outcome.free_after == outcome.free_before and outcome.answered > 0
+    detail = f"{outcome.free_after} blocks free afterwards, {outcome.free_before} before"
+    if outcome.answered == 0:
         detail += "; the request was not answered"
     return Check(name="pool", ok=ok, detail=detail)
 
 
-def kept_map(seen: Seen, plan: PagePlan, limits: Limits, model: str) -> KeptMap | None:
+def kept_map(outcome: Outcome, plan: PagePlan, limits: Limits, model: str) -> KeptMap | None:
     """Where the kept tokens lie, over the heads of all ranks; None when nothing was packed."""
-    ranks = [records[-1] for records in seen.records if records]
+    ranks = [records[-1] for records in outcome.records if records]
     if not ranks:
         return None
 

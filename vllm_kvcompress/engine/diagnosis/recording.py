@@ -21,7 +21,7 @@ _RECORDS = "_kvcompress_records"
 class _Watched(Method):
     """A method that tells what it selects."""
 
-    told: Callable[[PagePlan, torch.Tensor, torch.Tensor], None]
+    on_select: Callable[[PagePlan, torch.Tensor, torch.Tensor], None]
 
     def select(
         self,
@@ -32,7 +32,7 @@ class _Watched(Method):
         tail: bool = False,
     ) -> torch.Tensor:
         kept = Method.select(self, layers, plan, pages, tail=tail)
-        self.told(plan, pages, kept)
+        self.on_select(plan, pages, kept)
         return kept
 
 
@@ -54,10 +54,10 @@ def record(wrapper: Any, buckets: int) -> None:
     def packing(finished: Finished) -> torch.Tensor:
         own = {f.name: getattr(finished.method, f.name) for f in dataclasses.fields(Method)}
 
-        def told(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
+        def on_select(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
             records.append(_counted(plan, pages, kept, buckets))
 
-        return pack(dataclasses.replace(finished, method=_Watched(**own, told=told)))
+        return pack(dataclasses.replace(finished, method=_Watched(**own, on_select=on_select)))
 
     packer.pack = packing  # type: ignore[method-assign]
 
@@ -85,7 +85,8 @@ def _counted(
     layers, heads, _ = kept.shape
     buckets = min(buckets, plan.tokens)
     stays = torch.zeros(layers, heads, plan.tokens + 1, dtype=torch.bool)
-    stays.scatter_(2, kept.long().cpu() % (plan.tokens + 1), True)  # -1 lands behind the prompt
+    # The modulus sends -1 to the column behind the prompt.
+    stays.scatter_(2, kept.long().cpu() % (plan.tokens + 1), True)
     stays = stays[..., :-1]
     stays[..., plan.full_blocks * plan.block_size :] = True
     bucket = torch.arange(plan.tokens) * buckets // plan.tokens

@@ -25,7 +25,7 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
     """Configure and start the engine, and put one prompt through it.
 
     Args:
-        spec: as in `engine.doctor.examine`.
+        spec: as in `engine.diagnosis.doctor.examine`.
 
     Returns:
         The kept map as JSON, if `spec` asks for it and something was packed.
@@ -48,23 +48,24 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         asks=how_to_ask(settings),
     )
     if spec["tokens"] is not None and not spec["exact"]:
-        _plan(limits, spec["tokens"])  # before minutes are spent on the engine
+        # A length that would be left whole is refused before minutes are spent on the engine.
+        _plan(limits, spec["tokens"])
     engine = _started(tell, config)
     try:
         require(tell, runner(engine, config))
         prompt = prompt_of(engine, config, limits, spec)
         plan = _plan(limits, len(prompt))
         try:
-            seen = probe.run(engine, prompt, limits, buckets=spec["buckets"] or 1)
+            outcome = probe.run(engine, prompt, limits, buckets=spec["buckets"] or 1)
         except Exception as e:
             tell(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
             return None
-        for check in probe.judge(seen, plan, limits):
+        for check in probe.judge(outcome, plan, limits):
             tell(check)
         if not spec["buckets"]:
             return None
-        found = probe.kept_map(seen, plan, limits, str(config.model_config.model))
-        return None if found is None else found.to_json()
+        kept_map = probe.kept_map(outcome, plan, limits, str(config.model_config.model))
+        return None if kept_map is None else kept_map.to_json()
     finally:
         engine.engine_core.shutdown()
 
@@ -104,8 +105,8 @@ def _configured(tell: Tell, arguments: EngineArgs) -> VllmConfig:
     else:
         kind = ", ".join(config.model_config.architectures or [])
         settings = active_settings(config.additional_config)
-        what = "served whole" if settings is None else f"can be served with {settings.compress}"
-        tell(Check(name="model", ok=True, detail=f"{kind}: {what}"))
+        verdict = "served whole" if settings is None else f"can be served with {settings.compress}"
+        tell(Check(name="model", ok=True, detail=f"{kind}: {verdict}"))
         return config
     raise Failed
 
@@ -138,9 +139,9 @@ def runner(engine: LLMEngine, config: VllmConfig) -> Check:
         f"{worker}, {scheduler}, {model_runner}, attention {', '.join(backends)}, cache layout"
         f" {layout or 'the default'}, blocks of {config.cache_config.block_size} tokens"
     )
-    if not all(found[1] for found in ranks):
+    if not all(rank[1] for rank in ranks):
         detail += ": this worker does not compress; remove --worker-cls"
-    return Check(name="classes", ok=all(found[1] for found in ranks), detail=detail)
+    return Check(name="classes", ok=all(rank[1] for rank in ranks), detail=detail)
 
 
 def _classes(wrapper: Any) -> tuple[str, bool, str, list[str]]:
@@ -148,8 +149,8 @@ def _classes(wrapper: Any) -> tuple[str, bool, str, list[str]]:
     version = "V2" if hasattr(worker.model_runner, "req_states") else "V1"
     groups = [group for groups in worker.model_runner.attn_groups for group in groups]
     backends = sorted({group.backend.get_name() for group in groups})
-    ours = getattr(worker, "compressor", None) is not None
-    return type(worker).__name__, ours, f"Model Runner {version}", backends
+    compresses = getattr(worker, "compressor", None) is not None
+    return type(worker).__name__, compresses, f"Model Runner {version}", backends
 
 
 def prompt_of(

@@ -204,12 +204,12 @@ class CompressionStatLogger(AggregateStatLoggerBase):
 
     def _count(self, counts: Counts, engine: tuple[str, str]) -> None:
         for name, counted in COUNTERS.items():
-            found, counter = counted.read(counts), self._counters[name]
-            if isinstance(found, Mapping):
-                for label, count in found.items():
+            increase, counter = counted.read(counts), self._counters[name]
+            if isinstance(increase, Mapping):
+                for label, count in increase.items():
                     counter.labels(*engine, label).inc(count)
             else:
-                counter.labels(*engine).inc(found)
+                counter.labels(*engine).inc(increase)
         for histogram, values in (
             (self._ratio, counts["ratios"]),
             (self._seconds, counts["seconds"]),
@@ -237,8 +237,8 @@ def install() -> None:
         init(self, vllm_config, *args, **kwargs)
         settings = active_settings(vllm_config.additional_config)
         if settings is not None:
-            ours = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
-            self.stat_loggers.insert(0, ours)
+            logger = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
+            self.stat_loggers.insert(0, logger)
 
     StatLoggerManager.__init__ = with_ours
     setattr(StatLoggerManager, _INSTALLED, True)

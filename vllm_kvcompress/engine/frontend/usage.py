@@ -91,7 +91,7 @@ def add_to(usage: Any, details: str, total: dict[str, Any]) -> None:
     setattr(getattr(usage, details), KEY, total)
 
 
-def told(event: Any, collected: Collected) -> Any:
+def with_usage(event: Any, collected: Collected) -> Any:
     """A server-sent event with what was kept in its usage; any other as it is.
 
     Args:
@@ -122,8 +122,8 @@ def install() -> None:
         (OpenAIServingResponses, "create_responses"),
         (ServingTokens, "serve_tokens"),
     ):
-        setattr(serving, name, _telling(getattr(serving, name)))
-    OpenAIServingResponses.responses_full_generator = _telling_responses(
+        setattr(serving, name, _adding_usage(getattr(serving, name)))
+    OpenAIServingResponses.responses_full_generator = _adding_usage_to_responses(
         OpenAIServingResponses.responses_full_generator
     )
     setattr(OutputProcessor, _INSTALLED, True)
@@ -139,7 +139,8 @@ def _take_off_news() -> None:
             if (news := take_kept(output)) is None:
                 continue
             state = self.request_states.get(output.request_id)
-            if state is not None:  # the choices of one prompt share what is known of it
+            # The choices of one prompt share what is known of it.
+            if state is not None:
                 about = vars(state.parent_req or state)
                 merge(about.setdefault(_KEPT, {}), news)
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
@@ -174,32 +175,33 @@ async def _noting(outputs: Any, collected: Collected) -> AsyncGenerator[Any, Non
             yield output
 
 
-def _telling(answer: Callable[..., Any]) -> Callable[..., Any]:
+def _adding_usage(answer: Callable[..., Any]) -> Callable[..., Any]:
     """A handler of the server that collects, and tells in its answer or in each event of it."""
 
     @functools.wraps(answer)
     async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
         collected = Collected()
         _collected.set(collected)
-        found = await answer(self, *args, **kwargs)
-        if hasattr(found, "__aiter__"):
-            return _told_events(found, collected)
-        usage = getattr(found, "usage", None)
+        response = await answer(self, *args, **kwargs)
+        if hasattr(response, "__aiter__"):
+            return _events_with_usage(response, collected)
+        usage = getattr(response, "usage", None)
         if hasattr(usage, "prompt_tokens_details") and (total := collected.total()):
             add_to(usage, "prompt_tokens_details", total)
-        return found
+        return response
 
     return answering
 
 
-async def _told_events(events: Any, collected: Collected) -> AsyncGenerator[Any, None]:
-    _collected.set(collected)  # a stream runs in another task than the handler that made it
+async def _events_with_usage(events: Any, collected: Collected) -> AsyncGenerator[Any, None]:
+    # A stream runs in another task than the handler that made it.
+    _collected.set(collected)
     async with contextlib.aclosing(events):
         async for event in events:
-            yield told(event, collected)
+            yield with_usage(event, collected)
 
 
-def _telling_responses(answer: Callable[..., Any]) -> Callable[..., Any]:
+def _adding_usage_to_responses(answer: Callable[..., Any]) -> Callable[..., Any]:
     """Responses are finished, streamed or stored in one place, whichever way they were asked."""
 
     @functools.wraps(answer)

@@ -37,7 +37,8 @@ def settings_given(additional_config: Any) -> CompressionConfig:
     written = written_settings(additional_config)
     try:
         text = json.dumps(written)
-    except (TypeError, ValueError):  # the parser says what must hold
+    except (TypeError, ValueError):
+        # The parser refuses them, and says what must hold.
         return CompressionConfig.parse(written)
     return _parsed(text)
 

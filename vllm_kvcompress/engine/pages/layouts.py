@@ -28,7 +28,8 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Digits = tuple[tuple[int, int], ...]
 """An index in mixed radix, the fastest digit first: ``(values, stride in elements)`` of each."""
 
-_RADIX = 128  # whole numbers below it are exact in every dtype of a cache
+_RADIX = 128
+"""Whole numbers below it are exact in every dtype of a cache."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -216,18 +217,18 @@ def find_layout(
     def written(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """``[Hkv, elements]`` of a page with these."""
         page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=dtype)
-        given = [x.to(dtype).expand(shape).contiguous() for x in (keys, values)]
-        write(given[0], given[1], page)
+        tensors = [x.to(dtype).expand(shape).contiguous() for x in (keys, values)]
+        write(tensors[0], tensors[1], page)
         return page[0].flatten(1)
 
     def arrived(number: torch.Tensor) -> torch.Tensor:
         """Where each element of a head with this number is, by digits."""
-        found, place = torch.zeros_like(written(number, number), dtype=torch.int64), 1
+        numbers, place = torch.zeros_like(written(number, number), dtype=torch.int64), 1
         while place <= int(number.max()):
             digit = number // place % _RADIX
-            found += written(digit, digit).long() * place
+            numbers += written(digit, digit).long() * place
             place *= _RADIX
-        return found
+        return numbers
 
     is_value = written(torch.zeros(1), torch.ones(1)).long()
     token = arrived(torch.arange(block_size)[:, None, None])
@@ -247,8 +248,8 @@ def find_layout(
     k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
     page = written(k, v).view(1, kv_heads, block_size, 2 * head_dim)
     if not all(
-        torch.equal(found[0], given.to(dtype).permute(order))
-        for found, given, order in zip(
+        torch.equal(unpacked[0], original.to(dtype).permute(order))
+        for unpacked, original, order in zip(
             read(layout, page, torch.zeros(1, dtype=torch.int64)),
             (k, v),
             ((1, 2, 0), (1, 0, 2)),

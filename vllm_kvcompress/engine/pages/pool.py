@@ -112,7 +112,8 @@ class PagePool:
         self._lengths = torch.zeros(count, max_rows, dtype=torch.int32, device=device)
         self._row_slots = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._live = torch.zeros((), dtype=torch.int32, device=device)
-        self._uploaded: list[int] = []  # what `_row_slots` holds
+        # What `_row_slots` holds.
+        self._uploaded: list[int] = []
         self._views: dict[int, LayerTables] = {}
         self._slots: dict[str, int] = {}
         self._free = list(range(max_requests, 0, -1))

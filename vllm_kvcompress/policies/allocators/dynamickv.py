@@ -58,10 +58,10 @@ class DynamicKV:
         base, past = min(prompt.base, prompt.past), prompt.past
         limit = min(int(self.r_max * base), past)
         stages = self.stages(prompt.num_layers)
-        found = scores.new_zeros(len(stages), prompt.num_layers, dtype=torch.int64)
+        counts = scores.new_zeros(len(stages), prompt.num_layers, dtype=torch.int64)
         for row, known in enumerate(stages):
-            found[row, :known] = count_highest(scores[:known], base * scores.shape[1] * known)
-        return self.settle(found, prompt.past_total, limit)
+            counts[row, :known] = count_highest(scores[:known], base * scores.shape[1] * known)
+        return self.settle(counts, prompt.past_total, limit)
 
     def settle(self, counts: torch.Tensor, total: int, limit: int) -> torch.Tensor:
         """Sizes ``[N]`` int64 after the last update.
@@ -75,8 +75,8 @@ class DynamicKV:
         known = layers < self.every * (1 + earlier[:, None])
         limits = torch.full_like(counts, limit)
         shares = apportion(counts[:-1], total, limits[1:].where(known, 0))
-        held = torch.cat([shares.where(known, limit), limits[:1]]).amin(0)
-        return apportion(counts[-1], total, held)
+        caps = torch.cat([shares.where(known, limit), limits[:1]]).amin(0)
+        return apportion(counts[-1], total, caps)
 
 
 def count_highest(scores: torch.Tensor, keep: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Caote:
         """``[Hkv, P]`` float32."""
         if columns.values is None:
             raise ValueError("caote needs the cached values; got none")
-        found = value_scores(
+        scores = value_scores(
             self.weights(columns),
             columns.values.value_pages,
             columns.values.pages,
@@ -76,7 +76,7 @@ class Caote:
             fast=self.fast,
             reduce=self.reduce,
         )
-        return found[:, : columns.past]
+        return scores[:, : columns.past]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
