@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tools
+from parameter_ids import readable
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
@@ -36,6 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     rank = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    return readable(argname, val)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

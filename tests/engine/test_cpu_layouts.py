@@ -72,7 +72,7 @@ def comes_back(layout, write, block, dim, dtype) -> None:
         assert not pool.isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (96, 96), (512, 128)])
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 def test_vllms_own_kernels(isa, block, dim, dtype):

@@ -233,7 +233,6 @@ GOOD = {"query": (4, 4, 8), "key_pages": (5, 2, 8, 16), "pages": (3,), "tokens":
         ({"tokens": 32}, r"pages must be \[2\]; got \(3,\)"),
         ({"tokens": 0}, r"0 < T <= tokens must hold; got \(4, 0\)"),
     ],
-    ids=str,
 )
 def test_shapes_are_checked(change, message):
     def call(case):

@@ -20,12 +20,19 @@ pytestmark = pytest.mark.gpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
-float8 = pytest.mark.parametrize("float8", builds.FLOAT8, ids=str)
-query_of = pytest.mark.parametrize("dtype", builds.FLOATS, ids=str)
-sizes = pytest.mark.parametrize(  # heads, KV heads, tokens, head dim, block; K beside V
+float8 = pytest.mark.parametrize("float8", builds.FLOAT8)
+query_of = pytest.mark.parametrize("dtype", builds.FLOATS)
+# Heads, KV heads, tokens, head dim and block; whether a token's K lies beside its V.
+sizes = pytest.mark.parametrize(
     ("size", "interleave"),
-    [((6, 2, 75, 8, 16), True), ((4, 1, 33, 80, 7), True), ((3, 3, 130, 20, 130), False)],
-    ids=str,
+    [
+        pytest.param(size, interleave, id="H{}-Hkv{}-T{}-D{}-bs{}".format(*size))
+        for size, interleave in (
+            ((6, 2, 75, 8, 16), True),
+            ((4, 1, 33, 80, 7), True),
+            ((3, 3, 130, 20, 130), False),
+        )
+    ],
 )
 
 
@@ -101,7 +108,6 @@ def test_value_scores(reduce, fast, size, interleave, float8):
         (torch.float8_e5m2, 2.0**-16),
         (torch.float8_e5m2, 57344.0),
     ],
-    ids=str,
 )
 def test_least_and_largest_values(value, float8):
     v = torch.tensor([[[value], [-value], [0.0]]]).to(float8)

@@ -99,7 +99,7 @@ LAYOUTS = ["split", "interleaved", "halves"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", INTS, ids=str)
+@pytest.mark.parametrize("dtype", INTS)
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_gather(layout, dtype, count):
     k, v = cache(9, 3, 8, 4, dtype, layout)
@@ -241,13 +241,13 @@ def check_move(case):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("counts", [[2], [0], [3, 0, 1], [1, 4, 4]], ids=str)
+@pytest.mark.parametrize("counts", [[2], [0], [3, 0, 1], [1, 4, 4]])
 @pytest.mark.parametrize("spare", [0, 2])
 def test_rows_move_as_if_alone(layout, counts, spare):
     check_move(step(counts, 4, 3, 8, 4, layout=layout, spare=spare))
 
 
-@pytest.mark.parametrize("dtype", [*INTS, *MORE_INTS], ids=str)
+@pytest.mark.parametrize("dtype", [*INTS, *MORE_INTS])
 def test_every_bit_is_kept(dtype):
     check_move(step([2, 1], 3, 2, 16, 4, dtype=dtype))
 

@@ -74,7 +74,6 @@ def test_a_triton_without_a_table_is_said():
         ({"tensor": 0}, "no tensor cores"),
         ({"shared": 228 << 10}, "bytes of shared memory"),
     ],
-    ids=str,
 )
 def test_what_the_compiler_must_not_make(change, fault):
     from kvcompress_kernels.triton_report import faults, named

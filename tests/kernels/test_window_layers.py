@@ -60,7 +60,6 @@ def test_layers_get_what_they_get_alone(tokens, dtype, interleave):
         (1, 1, 256, 48, 150, torch.bfloat16),
         (2, 1, 8, 160, 8, torch.bfloat16),
     ],
-    ids=lambda x: str(x).removeprefix("torch."),
 )
 def test_shapes_of_models(heads, kv_heads, dim, block, w, dtype):
     """The last: each layer's prompt is in one page."""

@@ -249,7 +249,6 @@ GOOD = {
         {"tokens": 4},
         {"tokens": 0},
     ],
-    ids=str,
 )
 def test_shapes_are_checked(change):
     def call(case):
