@@ -139,15 +139,15 @@ def test_the_demo_times_a_prompt_that_is_computed_in_full(server, text):
         return server.metric("vllm:prefix_cache_hits_total")
 
     before = hits()
-    first, again = (ask(server, text, tokens=16, salt=salt) for salt in ("one", "two"))
+    first, again = (ask(server, text, tokens=64, salt=salt) for salt in ("one", "two"))
     assert hits() == before
     assert first.token_ids == again.token_ids
-    assert len(first.token_ids) == 16
+    assert len(first.token_ids) == 64  # many: half of them are to come when blocks are counted
     assert min(first.token_s, first.first_token_s) > 0
     assert first.compressed is not None
     assert first.compressed.prompt_tokens == first.prompt_tokens > 1500
     assert first.blocks == pytest.approx(first.compressed.blocks_after, abs=0.5)
-    ask(server, text, tokens=16, salt="one")
+    ask(server, text, tokens=2, salt="one")
     assert hits() > before  # what the salts of the others have kept from happening
 
 
