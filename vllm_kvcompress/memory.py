@@ -112,7 +112,7 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
 
     budgets = largest_budgets(settings)
     every = sizes.layers * (sizes.longest // sizes.block_size)
-    page_counts = [pages(budget, 0) for budget in (variant.budget, *budgets.given)]
+    page_counts = [pages(budget, 0) for budget in (variant.budget, *budgets.granted)]
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
     return max(page_counts)

@@ -279,7 +279,8 @@ def _state_space(
     types: tuple[str, ...],
 ) -> bool:
     if types and set(types) <= _FULL:
-        return False  # a hybrid's config without any other layer, such as Granite 4.0 Micro
+        # Some hybrids' configs name no other layer, such as Granite 4.0 Micro's.
+        return False
     listed = config.get("attn_type_list") or text.get("attn_type_list") or ()
     blocks = text.get("layers_block_type") or ()
     return bool(

@@ -75,7 +75,7 @@ def refuse_taken(
 class LargestBudgets(NamedTuple):
     """The largest budgets that requests can come by, whatever their method."""
 
-    given: tuple[float | int, ...]
+    granted: tuple[float | int, ...]
     """The engine's own, and those that aliases stand for."""
     named: tuple[float | int, ...]
     """The upper ends of what a request may name itself; empty where it may name nothing."""

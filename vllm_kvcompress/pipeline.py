@@ -134,15 +134,15 @@ class Method:
 
     def _stats(self, layers: Sequence[Observed]) -> LayerStats | None:
         if Reads.SCORES in self.allocator.reads:
-            return LayerStats(scores=torch.stack(_known(layer.scores for layer in layers)))
+            return LayerStats(scores=torch.stack(_present(layer.scores for layer in layers)))
         if not self.allocator.reads:
             return None
         if Reads.COLUMN_SUMS in self.allocator.reads:
-            variances = torch.stack(_known(layer.column_variance for layer in layers))
+            variances = torch.stack(_present(layer.column_variance for layer in layers))
             return LayerStats(column_variance=variances)
         return LayerStats(
-            entropy=torch.stack(_known(layer.entropy for layer in layers)),
-            shift=torch.stack(_known(layer.shift for layer in layers)),
+            entropy=torch.stack(_present(layer.entropy for layer in layers)),
+            shift=torch.stack(_present(layer.shift for layer in layers)),
         )
 
     def select(
@@ -172,14 +172,14 @@ class Method:
         What lies behind the P past tokens is not initialised.
         """
         sources = (self.selector.source(layer) for layer in range(len(layers)))
-        scores = _known(layers[source].scores for source in sources)
+        scores = _present(layers[source].scores for source in sources)
         heads, past = scores[0].shape
         stacked = scores[0].new_empty(len(layers), heads, -(-past // 16) * 16)
         torch.stack(scores, out=stacked[..., :past])
         return stacked
 
 
-def _known(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+def _present(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 

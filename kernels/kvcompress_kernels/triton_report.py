@@ -130,7 +130,7 @@ class _Job:
         return kernel, faults(build, self.sm, kernel)
 
 
-def _do(job: _Job) -> tuple[Compiled | None, list[str]]:
+def _run_job(job: _Job) -> tuple[Compiled | None, list[str]]:
     return job()
 
 
@@ -152,7 +152,7 @@ def report(
     all_faults = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(JOBS, os.cpu_count() or 1), mp_context=context) as pool:
-        for job, (kernel, wrong) in zip(jobs, pool.map(_do, jobs), strict=True):
+        for job, (kernel, wrong) in zip(jobs, pool.map(_run_job, jobs), strict=True):
             all_faults += [f"{job.name}, sm_{job.sm}: {fault}" for fault in wrong]
             if kernel:
                 rows[job.name][job.sm] = kernel

@@ -148,7 +148,8 @@ class Host:
         try:
             return _DIRECT.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as e:
-            return e  # an answer too, with its status and text
+            # The error is an answer too, with its status and text.
+            return e
         except (OSError, HTTPException) as e:
             reason = getattr(e, "reason", e)
             raise Unreachable(

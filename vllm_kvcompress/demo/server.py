@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",  # the compressions are read from the log
+    # What was compressed is read from the log.
+    "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }

@@ -25,14 +25,23 @@ SAFE = 1e-20, 1e30
 
 
 class _Tile(NamedTuple):
-    """A block of R rows and its n key columns of either parity: ``[2, Hq, R, n]`` logits."""
+    """A block of R rows and its n key columns of either parity: ``[2, Hq, R, n]`` logits.
 
-    rows: slice  # of the query
-    columns: slice  # of the sums
-    q: torch.Tensor  # [2 * Hkv, G * R, D]
-    k: torch.Tensor  # [2 * Hkv, D, n], scaled
-    future: torch.Tensor  # [2, 1, R, m]: key after the row, for the last m columns
-    buffer: torch.Tensor  # [2 * Hkv, G * R, n]
+    Args:
+        rows: of the query.
+        columns: of the sums.
+        q: ``[2 * Hkv, G * R, D]``.
+        k: ``[2 * Hkv, D, n]``, scaled.
+        future: ``[2, 1, R, m]``, whether the key is after the row, for the last m columns.
+        buffer: ``[2 * Hkv, G * R, n]``.
+    """
+
+    rows: slice
+    columns: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    future: torch.Tensor
+    buffer: torch.Tensor
 
     def logits(self) -> torch.Tensor:
         x = torch.bmm(self.q, self.k, out=self.buffer)

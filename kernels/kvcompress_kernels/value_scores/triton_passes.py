@@ -20,8 +20,10 @@ import triton.language as tl
 
 from kvcompress_kernels.triton_float8 import widened
 
-PARTS = tl.constexpr(4)  # rows of the left operand per query head: three parts of h and a zero
-CHUNK = tl.constexpr(32)  # dims of a value in one register tile: 4 threads of 16 bytes
+# The left operand has so many rows per query head: three parts of h and a zero.
+PARTS = tl.constexpr(4)
+# A register tile has so many dims of a value: 4 threads load 16 bytes each.
+CHUNK = tl.constexpr(32)
 # Integers that differ by prompt: the launcher compiles anew for 1 and for multiples of 16.
 VARY = ["width", "s_pages"]
 

@@ -146,7 +146,7 @@ class PromptCompressor:
             start, stop = int(query_start[row]), int(query_start[row + 1])
             prefill = self._prefills.get(request_id)
             if prefill is None:
-                prefill = self._begin(method, settings.resolved_window)
+                prefill = self._new_prefill(method, settings.resolved_window)
                 self._prefills[request_id] = prefill
             prefill.tokens += stop - start
             tokens = prefill.tokens if todo is None else todo.plan.tokens
@@ -168,7 +168,7 @@ class PromptCompressor:
             if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
                 self._spans.append(_Span(start, stop, blocks, prefill))
 
-    def _begin(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
+    def _new_prefill(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
         return _Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
 
     @property
@@ -282,7 +282,7 @@ class PromptCompressor:
                 rows = tokens
             query = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
             blocks = torch.zeros(-(-tokens // block), dtype=torch.int64, device=device)
-            span = _Span(0, rows, blocks, self._begin(method, plan.window, tokens))
+            span = _Span(0, rows, blocks, self._new_prefill(method, plan.window, tokens))
             for layer in layers if rows == tokens else ():
                 self._accumulated(layer, span, query)
             for in_place in (False, tokens == lengths[0]):

@@ -29,12 +29,12 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
             `buckets` of the map, or None.
     """
     try:
-        require(tell, _made("versions", _versions))
+        require(tell, _checked("versions", _versions))
         # Not before this: it imports vLLM.
         from vllm_kvcompress.engine.diagnosis.installation import check_seams, plugin
 
-        require(tell, _made("plugin", plugin))
-        require(tell, _made("seams", check_seams))
+        require(tell, _checked("plugin", plugin))
+        require(tell, _checked("seams", check_seams))
         if "--model" not in spec["arguments"]:
             return None
         # Not before this: it imports what the seams are about.
@@ -57,7 +57,7 @@ def _versions() -> Check:
     return versions()
 
 
-def _made(name: str, check: Callable[[], Check]) -> Check:
+def _checked(name: str, check: Callable[[], Check]) -> Check:
     """A check's result; not ok where it could not be made for what vLLM could not import."""
     try:
         return check()
