@@ -241,7 +241,7 @@ class CompressedManager(FullAttentionManager):
         request = self._request(request_id)
         settings = self.admissions.of(request).settings
         if settings is None or request.max_tokens - request.num_output_tokens <= 1:
-            # With one token left to compute, nothing would read a compressed prompt.
+            # With one token of the answer left, nothing would read a compressed prompt.
             return None
         return self.admissions.plan(settings, request.num_tokens)
 
