@@ -1,6 +1,6 @@
 #!/bin/bash
-# `python -m benchmarks.gpu` on a machine with a GPU that can reach no network: Python 3.12, a torch
-# for CUDA, triton, and no vLLM.
+# `python -m benchmarks.gpu` on a machine with a GPU that can reach no network, has a Python
+# that the packed wheels fit, a torch for CUDA and triton, and no vLLM.
 #
 # Where there is a network, with an archive (tar) of vLLM's CUDA wheel, unpacked, and of the Python
 # packages that the machine lacks: everything in parts of at most so many MiB, to be brought there.

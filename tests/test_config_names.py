@@ -8,6 +8,7 @@ from hypothesis import settings
 from settings_as_written import parse, refused
 from vllm_kvcompress.config import MAX_WINDOW, CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.scorers import SCORERS
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf
@@ -66,7 +67,7 @@ def test_other_unknown_names(raw):
 def test_unknown_names_list_the_known():
     refused("'cake'", "'dynamickv'", "'off'", "'random'", "'tova'", raw={"compress": "zzz"})
     refused("'cake', 'd2o', 'dynamickv', 'pyramid', 'uniform'", allocator="zzz")
-    refused("'cake', 'caote', 'fastcaote', 'h2o'", "'tova'", scorer="zzz")
+    refused(*map(repr, SCORERS), scorer="zzz")
     refused("'gamma', 'kernel'", scorer_params={"zzz": 1})
     refused("'budget', 'budget_bounds', 'compress'", raw={"zzz": 1})
 

@@ -1,5 +1,6 @@
 """The memory that compression takes covers whatever a request may ask for."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,26 @@ def test_no_request_takes_more_than_was_set_aside(engine, asked):
         return
     if own is not None:
         assert extra_bytes(SIZES, own) <= extra_bytes(SIZES, engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "requests"),
+    [
+        ({"compress": "off", "alias": "a=d2o:0.05"}, [{"kv_alias": "a"}]),
+        ({"compress": "off", "budget": 0.9, "alias": "a=d2o:0.05"}, [{"kv_alias": "a"}]),
+        ({"compress": "snapkv", "budget": 0.9, "alias": "a=d2o:0.05"}, [{}, {"kv_alias": "a"}]),
+        (
+            {"compress": "off", "allow_override": "tova", "budget_bounds": "16:64", "budget": 64}
+            | {"alias": "a=d2o:0.05"},
+            [{"kv_compress": "tova"}, {"kv_alias": "a"}, {"kv_alias": "a", "kv_budget": 64}],
+        ),
+    ],
+)
+def test_nothing_is_set_aside_that_no_request_can_take(engine, requests):
+    """But for one method's window beside another's scores: what each takes is added up."""
+    engine = CompressionConfig.parse(engine)
+    most = max(extra_bytes(SIZES, settings_for(engine, asked)) for asked in requests)
+    assert most <= extra_bytes(SIZES, engine) <= 1.01 * most
 
 
 def test_an_aliass_budget_counts_for_a_method_that_is_asked_for_under_it():

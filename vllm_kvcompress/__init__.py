@@ -9,7 +9,10 @@ def __getattr__(name: str) -> str:
     Looked up when it is asked for, since a source folder that is not installed has none.
     """
     if name == "__version__":
-        return importlib.metadata.version("vllm-kvcompress")
+        try:
+            return importlib.metadata.version("vllm-kvcompress")
+        except importlib.metadata.PackageNotFoundError as e:
+            raise AttributeError(f"{__name__} is not installed, so that it has no version") from e
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

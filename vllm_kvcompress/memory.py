@@ -64,6 +64,16 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
+def layers_at_once(longest: int, tokens: int) -> int:
+    """Layers of a prompt of `tokens` that are scored together.
+
+    Their maps ``[Hq, S]`` take no more than those of one layer of the longest prompt, which is what
+    `extra_bytes` sets aside. Short prompts, whose kernels are done before the next one could be
+    launched, share their launches.
+    """
+    return max(longest // tokens, 1)
+
+
 def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
 
@@ -72,7 +82,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     one layer's attention is reduced to (four maps ``[Hq, S]``), column sums ``[L, Hq, S]`` where
     the method reads them, and the staging buffer of a prompt that is packed in place (one KV
     head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
-    ``[L, w, Hq, D]`` of several prompts. Where requests may choose their method, the most that
+    ``[L, w, Hq, D]`` of several prompts, and once more as the layers that are scored together
+    stack them. Where requests may choose their method, the most that
     any of these methods takes at the largest budget that they may ask for.
     """
     layers, longest, dim = sizes.layers, sizes.longest, sizes.head_dim
@@ -80,7 +91,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     maps = 4 * sizes.heads * longest * _FLOAT
     variants = settings.variants
     window = max(variant.resolved_window for variant in variants)
-    queries = _PREFILLS * layers * window * sizes.heads * dim * sizes.itemsize
+    queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in method_of(variant).reads for variant in variants):
         sums = 0
@@ -110,9 +121,9 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
         plan = page_plan(prompt, sizes.block_size)
         return otherwise if plan is None else plan.pages
 
-    budgets = largest_budgets(settings)
+    budgets = largest_budgets(settings, variant.compress)
     every = sizes.layers * (sizes.longest // sizes.block_size)
-    page_counts = [pages(budget, 0) for budget in (variant.budget, *budgets.granted)]
+    page_counts = [pages(budget, 0) for budget in budgets.granted]
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
-    return max(page_counts)
+    return max(page_counts, default=0)

@@ -73,24 +73,29 @@ def refuse_taken(
 
 
 class LargestBudgets(NamedTuple):
-    """The largest budgets that requests can come by, whatever their method."""
+    """The largest budgets at which requests can come by one method."""
 
     granted: tuple[float | int, ...]
-    """The engine's own, and those that aliases stand for."""
+    """Those that nobody has to name: the engine's own, and those that aliases stand for."""
     named: tuple[float | int, ...]
     """The upper ends of what a request may name itself; empty where it may name nothing."""
 
 
-def largest_budgets(settings: CompressionConfig) -> LargestBudgets:
+def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
     """What decides how much one request can take at most.
 
-    Where a request may name a method, it may do so under an alias and leave the budget to it.
+    Where a request may name a method, it may do so under any alias and leave the budget to that.
+    A method that only an alias stands for keeps to this alias's own.
     """
-    if not settings.allow_override:
-        return LargestBudgets((settings.budget,), ())
-    aliases = tuple(alias.budget for alias in settings.alias if alias.budget is not None)
+    free = bool(settings.allow_override)
+    aliases = tuple(alias for alias in settings.alias if alias.budget is not None)
+    granted = [alias.budget for alias in aliases if alias.method == method]
+    if method == settings.compress:
+        granted.append(settings.budget)
+    if free and method in {settings.compress, *settings.allow_override}:
+        granted = [settings.budget, *(alias.budget for alias in aliases)]
     named = tuple(high for _, high in settings.budget_bounds) or (1.0,)
-    return LargestBudgets((settings.budget, *aliases), named)
+    return LargestBudgets(tuple(x for x in granted if x is not None), named if free else ())
 
 
 def how_to_ask(settings: CompressionConfig) -> dict[str, str]:

@@ -92,6 +92,9 @@ class Method:
             window: what the observation window thinks of the layer's past, with its variance if
                 `reads` has it; None unless `reads_of` the layer has WINDOW.
             sums: ``[Hq, S]`` float32 column sums; None unless it has COLUMN_SUMS.
+
+        Raises:
+            ValueError: the scorer returns something else than ``[Hkv, P]`` float32.
         """
         past = plan.prompt.past
         columns = Columns(
@@ -100,10 +103,12 @@ class Method:
             device=where.key_pages.device,
             layer=where.layer,
             sums=sums,
-            values=PagedValues(
-                value_pages=where.value_pages, pages=where.pages, tokens=plan.tokens
-            ),
         )
+        if Reads.VALUES in self.scorer.reads:
+            values = PagedValues(
+                value_pages=where.value_pages, pages=where.pages, tokens=plan.tokens
+            )
+            columns = replace(columns, values=values)
         entropy = shift = column_variance = None
         if window is not None:
             columns = replace(
@@ -122,11 +127,23 @@ class Method:
         scored = self.selector.source(where.layer) == where.layer
         scored = scored or Reads.SCORES in self.allocator.reads
         return Observed(
-            scores=self.scorer.score(columns) if scored else None,
+            scores=self._score(columns) if scored else None,
             entropy=entropy,
             shift=shift,
             column_variance=column_variance,
         )
+
+    def _score(self, columns: Columns) -> torch.Tensor:
+        """The scorer's scores, held to its promise: a wider row would be read as if it fitted."""
+        scores = self.scorer.score(columns)
+        promised = (columns.num_kv_heads, columns.past)
+        if scores.shape != promised or scores.dtype != torch.float32:
+            raise ValueError(
+                f"scorer {type(self.scorer).__name__} must return float32 scores {promised}, a row"
+                f" for each KV head and a column for each past token; got {scores.dtype}"
+                f" {tuple(scores.shape)}"
+            )
+        return scores
 
     def layer_pages(self, plan: PagePlan, layers: Sequence[Observed]) -> torch.Tensor:
         """``[L]`` int64: pages that each layer keeps (`layer_pages`)."""

@@ -36,6 +36,7 @@ from kvcompress_kernels.value_scores import reference as value_scores_reference
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import reference as window_scores_reference
 from kvcompress_kernels.window_scores import window_scores_of_layers
+from vllm_kvcompress.memory import layers_at_once
 
 CHUNK = 10  # tokens of ChunkKV's chunks
 RTOL, ATOL = 1e-4, 1e-6  # of floats against the reference, as in the kernels' tests
@@ -98,7 +99,7 @@ def layer_op(name: str, op: Any, reference: Any, args: Any, **more: Any) -> Op:
 
 
 def window_op(name: str, *, variance: bool) -> Op:
-    """Layers that share a launch hold no more at once than one of the longest prompt does."""
+    """As many layers share a launch as the engine lets share one."""
 
     def launch(p: Prompt, layers: range) -> Outputs:
         queries, pages = [p.query[layer] for layer in layers], p.pages[layers.start : layers.stop]
@@ -115,7 +116,7 @@ def window_op(name: str, *, variance: bool) -> Op:
         name=name,
         launch=launch,
         plain=plain,
-        at_once=lambda shape: max(shape.longest // shape.tokens, 1),
+        at_once=lambda shape: layers_at_once(shape.longest, shape.tokens),
         **_ONCE,
     )
 
@@ -142,7 +143,8 @@ def column_args(p: Prompt, layer: int) -> tuple[Any, ...]:
 
 def merge_args(p: Prompt, layer: int) -> tuple[Any, ...]:
     one, block = slice(layer, layer + 1), p.shape.block
-    held, least = p.counts[one] * block, min(p.shape.counts) * block
+    # what the engine knows of every layer beforehand: the window is kept
+    held, least = p.counts[one] * block, -(-p.shape.window // block) * block
     return p.keys, p.values, p.pages[one], p.shape.tokens, p.kept[one], held, least
 
 

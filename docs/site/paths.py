@@ -5,6 +5,7 @@ so that mkdocs also checks the links to them.
 """
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,13 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def _below(root: Path) -> Iterator[Path]:
+    """What git tracks; where there is no git, what lies there."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0:
+        yield from (Path(name) for name in listed.stdout.splitlines() if (root / name).is_file())
+        return
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not _made(name)]
         for name in names:

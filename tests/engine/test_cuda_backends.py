@@ -94,7 +94,7 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
 
 
 @pytest.mark.parametrize("last", [1, 2])
-def test_trap_8_a_prompt_that_ends_with_one_token_is_seen(start, monkeypatch, last):
+def test_trap_08_a_prompt_that_ends_with_one_token_is_seen(start, monkeypatch, last):
     """vLLM runs a chunk of one token as a decode: as a graph, whose layers nobody could watch."""
     import cuda_on_cpu
 

@@ -86,6 +86,10 @@ def test_a_worker_must_not_outlive_a_failed_step(cuda):
         configure(cuda.config, CAKE)
 
 
+def test_the_backends_that_are_accepted_are_those_we_have():
+    assert {backend.name for backend in attention_cuda.BACKENDS} == {*refusals.CUDA_BACKENDS}
+
+
 @pytest.mark.parametrize(("version", "support"), [(3, "ALWAYS"), (2, "UNIFORM_BATCH")])
 def test_graphs_are_what_the_configured_flash_attention_can(monkeypatch, version, support):
     monkeypatch.setattr(attention_cuda, "get_flash_attn_version", lambda: version)

@@ -59,7 +59,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
-def test_trap_09_10_11_options_that_cannot_work(model, options, reason, cure):
+def test_trap_09_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
     with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
         configure(model, **options)
     assert cure in str(refusal.value)

@@ -68,7 +68,7 @@ def test_trap_02_a_full_prefix_hit_still_computes_a_window(model):
         assert llm.compressor.compressed == 2
 
 
-def test_trap_04_and_05_positions_and_slots_stay_semantic(model):
+def test_trap_04_trap_05_positions_and_slots_stay_semantic(model):
     """Every decoded token lies at its position's slot, not at the compressed length's."""
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 60)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress_kernels.merge_evicted import merge_evicted
-from kvcompress_kernels.merge_evicted import reference as merge_ref
+from kvcompress_kernels.merge_evicted import reference as merge_evicted_ref
 from paging import Largest, paged_keys, paged_values
 
 pytestmark = pytest.mark.gpu
@@ -167,7 +167,7 @@ def test_ties_go_to_the_earlier():
 @pytest.mark.reference
 @pytest.mark.parametrize("tile", [1, 2])
 def test_ties_go_to_the_earlier_tile(tile, monkeypatch):
-    monkeypatch.setattr(merge_ref, "KEPT", tile)
+    monkeypatch.setattr(merge_evicted_ref, "KEPT", tile)
     test_ties_go_to_the_earlier()
 
 
@@ -241,8 +241,8 @@ def test_keys_without_length(kept):
 @pytest.mark.reference
 @pytest.mark.parametrize(("kept_tile", "cosines"), [(1, 1), (7, 1), (7, 500), (4096, 2000)])
 def test_tiles_do_not_matter(kept_tile, cosines, monkeypatch):
-    monkeypatch.setattr(merge_ref, "KEPT", kept_tile)
-    monkeypatch.setattr(merge_ref, "COSINES", cosines)
+    monkeypatch.setattr(merge_evicted_ref, "KEPT", kept_tile)
+    monkeypatch.setattr(merge_evicted_ref, "COSINES", cosines)
     compare(*random(3, 101, 40))
 
 
@@ -269,7 +269,7 @@ def test_temporaries_stay_small(tokens, count):
     kept = torch.arange(count).expand(3, count)
     with Largest() as seen:
         merge_one(key_pages, value_pages, torch.tensor([0]), tokens, kept)
-    assert seen.size <= merge_ref.COSINES
+    assert seen.size <= merge_evicted_ref.COSINES
 
 
 def batch(sizes, heads, dim, dtype):
@@ -313,11 +313,11 @@ def test_layers_merge_as_if_alone(dtype, counts, least):
 @pytest.mark.usefixtures("triton_runs")
 def test_segments_do_not_matter(monkeypatch):
     """Tokens are added up in the order of their positions, whoever counted them."""
-    from kvcompress_kernels.merge_evicted import triton as merge_triton
+    from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
 
     k, v, kept = random(1, 600, 3)
     whole = merge(k, v, kept)
-    monkeypatch.setattr(merge_triton, "SEGMENT", 128)
+    monkeypatch.setattr(merge_evicted_triton, "SEGMENT", 128)
     for a, b in zip(merge(k, v, kept), whole, strict=True):
         assert torch.equal(a, b)
 

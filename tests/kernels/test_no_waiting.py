@@ -12,9 +12,9 @@ import kvcompress_kernels
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import triton as column_sums_triton
 from kvcompress_kernels.merge_evicted import merge_evicted
-from kvcompress_kernels.merge_evicted import triton as merge_triton
+from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
 from kvcompress_kernels.move_kept import move_kept
-from kvcompress_kernels.move_kept import triton as compact_triton
+from kvcompress_kernels.move_kept import triton as move_kept_triton
 from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import triton as page_tables_triton
 from kvcompress_kernels.select import select, select_chunks
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothin
 
 LAUNCHING = (
     column_sums_triton,
-    compact_triton,
-    merge_triton,
+    move_kept_triton,
+    merge_evicted_triton,
     page_tables_triton,
     select_triton,
     value_scores_triton,

@@ -213,11 +213,11 @@ def _most_demanding(settings: CompressionConfig, sizes: Sizes, load: Load) -> tu
     methods = {settings.compress, *settings.allow_override}
     if settings.allow_override:
         methods |= {alias.method for alias in settings.alias}
-    budgets = [*largest_budgets(settings).named, *largest_budgets(settings).granted]
     candidates: list[tuple[str, CompressionConfig | None]] = [("off", None)] * ("off" in methods)
     candidates += [(f"the name {alias.name}", settings.granted(alias)) for alias in settings.alias]
     for method in sorted(methods - {"off"}):
-        for budget in budgets:
+        budgets = largest_budgets(settings, method)
+        for budget in (*budgets.named, *budgets.granted):
             # a bound under a method's window is nothing that a request may ask of it
             with suppress(ConfigError):
                 candidates.append((f"{method} at {budget}", settings.variant(method, budget)))

@@ -21,7 +21,7 @@ class Reads(enum.Flag):
     WINDOW = enum.auto()
     """Attention of the observation window."""
     VARIANCE = enum.auto()
-    """Its variance over the window's rows; comes with WINDOW."""
+    """Its variance over the window's rows; to be asked for together with WINDOW."""
     COLUMN_SUMS = enum.auto()
     """Column sums of the whole causal attention: every token of the prompt must be computed."""
     VALUES = enum.auto()
@@ -111,10 +111,17 @@ def build(
         params: what was asked for; wins over both.
 
     Raises:
-        ConfigError: the name or a parameter is unknown, or a value is of another type.
+        ConfigError: the name or a parameter is unknown, a value is of another type, or the class
+            has a parameter without a default.
     """
     policy = choose(role, table, name)
     known = {f.name: f for f in dataclasses.fields(policy)}
+    for field in known.values():
+        if not isinstance(field.default, bool | int | float | str | tuple):
+            raise ConfigError(
+                f"{role} {name!r}: parameter {field.name!r} must have a default that is a bool,"
+                " int, float, str or tuple: settings are checked against its type; give it one"
+            )
     for key, value in params:
         if key not in known:
             raise ConfigError(

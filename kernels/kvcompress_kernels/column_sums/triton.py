@@ -1,4 +1,6 @@
-"""Triton kernels of `column_sums`: two launches for any number of prompts, no S x S matrix.
+"""Triton kernels of `column_sums`: two launches, no S x S matrix.
+
+The kernels take rows of prompts; a row is launched alone.
 
 1. `_lse_kernel`, per tile of query rows and query head: log of the row sums, by an online maximum
    and sum over the key tiles that the rows see.

@@ -1,4 +1,4 @@
-"""Launches the passes of `merge_evicted`: for one prompt, or every layer and request of a step."""
+"""Launches the passes of `merge_evicted`, for several layers of a prompt."""
 
 from typing import Any, NamedTuple
 

@@ -1,6 +1,6 @@
-"""The passes of `merge_evicted` as Triton kernels (`merge_triton` launches them).
+"""The passes of `merge_evicted` as Triton kernels (`triton.py` launches them).
 
-Five launches and a prefix sum for any number of prompts.
+Five launches and a prefix sum for any number of layers.
 
 1. `pack_kernel`: kept keys, side by side in the dtype of the cache, and the inverses of their
    norms. They are read once for every tile of evicted keys; the pages only once.

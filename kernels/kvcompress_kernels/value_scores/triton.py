@@ -1,4 +1,7 @@
-"""Launches the passes of `value_scores`: for one prompt, or every layer and request of a step."""
+"""Launches the passes of `value_scores`, for a layer of a prompt.
+
+The kernels take rows of prompts; a row is launched alone.
+"""
 
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +20,7 @@ from kvcompress_kernels.value_scores.triton_passes import (
 )
 
 SPLIT = 1024
-"""Tokens of one partial sum. Fixed, so that a prompt's scores do not depend on its batch."""
+"""Tokens of one partial sum."""
 
 
 @dataclass(frozen=True, slots=True)

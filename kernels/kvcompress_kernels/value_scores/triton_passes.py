@@ -1,9 +1,9 @@
-"""The four passes of `value_scores` as Triton kernels (`value_scores_triton` launches them).
+"""The four passes of `value_scores` as Triton kernels (`triton.py` launches them).
 
 V is read twice. Float8 becomes bfloat16 or float32 as it is read, exactly.
 
 1. `heaviest_kernel`, per split of the tokens and query head: the heaviest token and the weight of
-   the others. Taking the prompt's heaviest out of a finished sum would cancel (`value_scores_ref`).
+   the others. Taking the prompt's heaviest out of a finished sum would cancel (`reference.py`).
 2. `sum_kernel`, per split and KV head: ``sum_j h_j v_j`` of the G query heads, without the
    heaviest of the split. The product runs on the tensor cores at full float32 precision: h is
    three parts of 8 bits, exact with 16-bit values, and the parts of all heads are rows of one
@@ -12,7 +12,7 @@ V is read twice. Float8 becomes bfloat16 or float32 as it is read, exactly.
 4. `score_kernel`, per tile of tokens and KV head: the scores. Each thread holds whole runs of a
    token's dims, ``[tokens, 32]`` at a time, so that a norm takes 2 shuffles and not 4.
 
-Splits do not depend on the batch, and each sum has one order: results are the same in any batch.
+Splits have one size, and each sum has one order: results are the same in every run.
 """
 
 import triton

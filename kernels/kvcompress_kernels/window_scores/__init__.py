@@ -55,9 +55,10 @@ def window_scores_of_layers(
     *,
     variance: bool,
 ) -> list[WindowScores]:
-    """`window_scores` of N layers of one prompt, each bit for bit what it gets alone.
+    """`window_scores` of N layers of one prompt, which on a GPU share their launches.
 
-    In the page pool a layer is only other page ids. On a GPU they share their launches.
+    In the page pool a layer is only other page ids. Each gets what it gets alone: `total`,
+    `variance`, `recent` and `last` bit for bit, sums over them up to the order of adding.
 
     Args:
         queries: N of ``[w, Hq, D]``.

@@ -1,4 +1,4 @@
-"""Launches the passes of `window_scores`: for one prompt, or every layer and request of a step."""
+"""Launches the passes of `window_scores`, for several layers of a prompt at once."""
 
 import math
 from collections.abc import Sequence
@@ -22,18 +22,6 @@ SPAN = 1024
 LOG_SUM = {"SPAN": SPAN, "LINES": 32, "SPLITS": 64}
 
 
-def run(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    scale: float,
-    variance: bool,
-) -> WindowScores:
-    (scores,) = run_layers([query], key_pages, pages[None], tokens, scale, variance)
-    return scores
-
-
 def run_layers(
     queries: Sequence[torch.Tensor],
     key_pages: torch.Tensor,
@@ -42,7 +30,7 @@ def run_layers(
     scale: float,
     variance: bool,
 ) -> list[WindowScores]:
-    """Three launches, whatever the number of layers; each gets bit for bit what it gets alone."""
+    """Three launches, whatever the number of layers."""
     query = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
     name, (rows, w, heads, dim) = "window_scores", query.shape
     _, kv_heads, _, block = key_pages.shape

@@ -1,4 +1,4 @@
-"""The three passes of `window_scores` as Triton kernels (`window_scores_triton` launches them).
+"""The three passes of `window_scores` as Triton kernels (`triton.py` launches them).
 
 A softmax row must be complete before its columns can be added up, so K is read twice: an exact
 single pass would have to store the logits, and G * w float32 logits of a column outweigh its key
@@ -16,8 +16,8 @@ matrix product, so K comes from memory once per KV head. `columns` has keys on t
 rows on the N side of that product: a tensor core leaves the N side within a thread and its three
 neighbours, so sums over the window cost two shuffles instead of a trip through shared memory.
 Every column goes through the same operations in the same order whatever its position, its page
-and the other rows of the batch: equal keys get equal scores, and a batch gives each prompt the
-scores it gets alone. There are no atomics; entropy and shift leave as one partial per program.
+and the other layers beside it: equal keys get equal scores, and a layer gets the scores that it
+gets alone. There are no atomics; entropy and shift leave as one partial per program.
 
 Only the window's own columns and the prompt's last tile need a causal mask or a bound. Loops run
 over unmasked tiles first, then over the EDGE. A NaN in a slot that holds no token can only reach

@@ -12,6 +12,7 @@ from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.messages.step import Compression
 from vllm_kvcompress.engine.pages.layouts import PageViews, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.memory import layers_at_once
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
@@ -123,13 +124,9 @@ class Packer:
             move_kept(*cache, move.prompt, move.kept, move.counts, move.targets, into=cache)
 
     def observe(self, finished: Finished) -> list[Observed]:
-        """Score every layer of a prompt (`Method.observe`), as many at once as its length allows.
-
-        What is held at once is no more than one layer of the longest prompt takes: short prompts,
-        whose kernels are done before the next one is launched, share their launches.
-        """
+        """Score every layer of a prompt (`Method.observe`), `layers_at_once`."""
         observed: list[Observed] = []
-        at_once = max(self._longest // finished.todo.plan.tokens, 1)
+        at_once = layers_at_once(self._longest, finished.todo.plan.tokens)
         for start in range(0, self.num_layers, at_once):
             layers = range(start, min(start + at_once, self.num_layers))
             observed += self._observe_together(finished, layers)

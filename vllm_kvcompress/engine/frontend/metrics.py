@@ -46,7 +46,7 @@ def _by_layer(counts: Counts) -> Mapping[str, float]:
     return {str(layer): tokens for layer, tokens in enumerate(counts["layer_tokens"])}
 
 
-# name without the prefix -> counter; the order of the README's table
+# name without the prefix -> counter; the order of the table in docs/operate.md
 COUNTERS: Mapping[str, Counted] = {
     "planned_requests": Counted(
         "method",
@@ -237,8 +237,8 @@ def install() -> None:
         init(self, vllm_config, *args, **kwargs)
         settings = active_settings(vllm_config.additional_config)
         if settings is not None:
-            logger = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
-            self.stat_loggers.insert(0, logger)
+            compression = CompressionStatLogger(vllm_config, self.engine_indexes, settings)
+            self.stat_loggers.insert(0, compression)
 
     StatLoggerManager.__init__ = with_ours
     setattr(StatLoggerManager, _INSTALLED, True)

@@ -3,14 +3,14 @@
 vLLM hashes that mapping into the key of its compile cache, and takes it to every process.
 """
 
-import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from vllm_kvcompress.config import CompressionConfig
 
 _KEY = "kvcompress"
+_parsed: dict[str, CompressionConfig] = {}
+"""Settings are frozen: a process parses the same ones once, however many places ask."""
 
 
 def attach_settings(additional_config: Any, settings: CompressionConfig) -> dict[str, Any]:
@@ -35,18 +35,10 @@ def settings_given(additional_config: Any) -> CompressionConfig:
         ConfigError: the settings are wrong.
     """
     written = written_settings(additional_config)
-    try:
-        text = json.dumps(written)
-    except (TypeError, ValueError):
-        # The parser refuses them, and says what must hold.
-        return CompressionConfig.parse(written)
-    return _parsed(text)
-
-
-@lru_cache(maxsize=8)
-def _parsed(text: str) -> CompressionConfig:
-    """Settings are frozen: a process parses them once, however many places ask."""
-    return CompressionConfig.parse(json.loads(text))
+    key = repr(written)
+    if key not in _parsed:
+        _parsed[key] = CompressionConfig.parse(written)
+    return _parsed[key]
 
 
 def active_settings(additional_config: Any) -> CompressionConfig | None:

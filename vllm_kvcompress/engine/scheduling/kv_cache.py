@@ -136,7 +136,7 @@ class CompressedManager(FullAttentionManager):
         self._plan_numbers = itertools.count(1)
 
     def use(self, settings: CompressionConfig) -> None:
-        """The engine's settings; to be changed while no request is there."""
+        """The engine's settings; benchmarks change them, while no request is there."""
         self.settings = settings
         self.admissions = Admissions(settings, self._num_layers, self.block_size, self.block_pool)
 

@@ -89,7 +89,10 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
     if settings.alias:
         logger.info("the model also answers as %s", ", ".join(map(str, settings.alias)))
     if settings.pressure:
-        logger.info("prompts are left whole below %g of the pool in use", settings.pressure)
+        logger.info(
+            "prompts are left whole below %g of the pool in use, the prompt included",
+            settings.pressure,
+        )
     for variant in settings.variants:
         parts = variant.parts
         if parameters := published(parts.allocator, settings.model, variant.budget):
