@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import make
 from engines import inspect_models_here, leave_async_scheduling, prepare_model_runner
 
 prepare_model_runner()
@@ -20,6 +19,7 @@ def checkpoints_folder(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def edited(checkpoints_folder, tmp_path):
     """A checkpoint folder whose config.json was changed."""
+    from checkpoints import make  # loads Triton, which V2 wants prepared
 
     def edit(**changes) -> str:
         original = Path(make("llama-gqa", checkpoints_folder), "config.json")
