@@ -166,6 +166,13 @@ def test_report_succeeds_when_blocks_went_back():
     assert "596" in text
 
 
+def test_report_fails_where_no_block_was_counted():
+    status, text = report(run(compressed_requests(LINE)[0], 0.0))
+    assert status == 1
+    assert "The blocks were not counted" in text
+    assert "went back" not in text
+
+
 @pytest.mark.parametrize(
     ("off", "on", "verdict"),
     [

@@ -21,7 +21,8 @@ class Reply:
         token_ids: all tokens of the answer, also those after the model's end of turn.
         first_token_s: seconds from sending the request to its first token.
         token_s: seconds per token from the first to the last, 0 for a single token.
-        blocks: KV blocks in use in the middle of the answer, by vLLM's own gauge.
+        blocks: KV blocks in use at a quarter of the answer, by vLLM's own gauge; 0 if it had ended
+            when the gauge was read.
         compressed: the request's line in the log, None for one that was left whole.
     """
 
@@ -61,8 +62,9 @@ def ask(server: Server, prompt: str, *, tokens: int, salt: str) -> Reply:
         )
         if came:
             times.append(time.perf_counter())
-            # Once: reading /metrics takes the server's time.
-            if len(ids) < tokens // 2 <= len(ids) + len(came):
+            # Once, since reading /metrics takes the server's time, and early, since the engine
+            # may be ahead of a busy machine's client.
+            if len(ids) < tokens // 4 <= len(ids) + len(came):
                 blocks = used_blocks(server)
             ids.extend(came)
         if event.usage:

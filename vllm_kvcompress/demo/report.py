@@ -55,8 +55,14 @@ def show(
     same = off.first_token_id == on.first_token_id
     if not same:
         console.print("The first token differs, and it comes from the full cache: report this.")
-    freed = off.blocks - on.blocks
-    if freed <= 0:
+    counted = min(off.blocks, on.blocks) > 0
+    freed = off.blocks - on.blocks if counted else 0
+    if not counted:
+        console.print(
+            "The blocks were not counted: an answer had ended when vLLM's gauge was read. Run it"
+            " again while this machine does less."
+        )
+    elif freed <= 0:
         console.print("vLLM's usage gauge did not fall: the freed blocks did not come back.")
     else:
         console.print(f"[bold]{freed:.0f} of {off.blocks:.0f} blocks[/] went back to vLLM's pool.")
