@@ -116,7 +116,8 @@ def test_the_page_pools_tables_are_counted(checkpoints_folder):
         layers, kv_heads, heads, longest, dim = 4, 2, 4, 1000, 32
         assert held == (5 + 1 + 16) * layers * 32 * 4  # 5 rows and 32 blocks, to the next 16
         scores = layers * kv_heads * longest * 12 + 4 * heads * longest * 4
-        queries = 16 * layers * 32 * heads * dim * 4
+        # of 16 prompts, and of the layers that are scored together
+        queries = (16 + 1) * layers * 32 * heads * dim * 4
         staged = page_plan(llm.worker.settings.prompt(layers, longest), 32).pages * 32 * 2 * dim * 4
         assert device_bytes(config, llm.worker.settings) == held + scores + queries + staged
         d2o = CompressionConfig.parse({"compress": "d2o"})
