@@ -72,7 +72,7 @@ compat: model  ## the tests that vLLM can change, on the other versions of vLLM 
 	@$(BIN)/python packaging/compat $(addprefix --vllm ,$(VLLM)) $(TESTS)
 
 kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
-	$(BIN)/python -m kvcompress_kernels.triton_report --check kernels/compiled.md
+	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md
 
 bench: model  ## engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)

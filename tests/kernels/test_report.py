@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels do not compile")
 def test_every_kernel_compiles_for_hopper_as_the_committed_table_says():
-    line = [sys.executable, "-m", "kvcompress_kernels.triton_report", "--sm", "90", "--once"]
+    line = [sys.executable, "-m", "kvcompress_kernels.report_triton", "--sm", "90", "--once"]
     done = subprocess.run(
         [*line, "--check", "kernels/compiled.md"],
         cwd=ROOT,
@@ -76,7 +76,7 @@ def test_a_triton_without_a_table_is_said():
     ],
 )
 def test_what_the_compiler_must_not_make(change, fault):
-    from kvcompress_kernels.triton_report import faults, named
+    from kvcompress_kernels.report_triton import faults, named
 
     build = named(90)["window_scores plain D128 w32"]
     good = Compiled(registers=99, shared=1024, spills=0, loads_16=8, tensor=8, instructions=64)

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kvcompress_kernels.builds import DIMS, FLOAT8, FLOATS, Build, check_cache, float8, named
 from kvcompress_kernels.contract import require
-from kvcompress_kernels.triton_float8 import widened
+from kvcompress_kernels.float8_triton import widened
 
 LOG2_E = 1.4426950408889634
 # Integers that differ by prompt: the launcher compiles anew for 1 and for multiples of 16.

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from kvcompress_kernels.builds import DIMS, Build, architecture
-from kvcompress_kernels.merge_evicted.triton_passes import (
+from kvcompress_kernels.merge_evicted.passes_triton import (
     count_kernel,
     fold_kernel,
     nearest_kernel,

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, named
-from kvcompress_kernels.value_scores.triton_passes import (
+from kvcompress_kernels.value_scores.passes_triton import (
     VARY,
     heaviest_kernel,
     join_kernel,

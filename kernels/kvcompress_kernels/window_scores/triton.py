@@ -10,12 +10,12 @@ import triton
 
 from kvcompress_kernels.builds import DIMS, FLOATS, Build, architecture, check_cache, float8, named
 from kvcompress_kernels.contract import require
-from kvcompress_kernels.window_scores.result import WindowScores
-from kvcompress_kernels.window_scores.triton_passes import (
+from kvcompress_kernels.window_scores.passes_triton import (
     columns_kernel,
     log_sum_kernel,
     partials_kernel,
 )
+from kvcompress_kernels.window_scores.result import WindowScores
 
 SPAN = 1024
 """Columns of a program. Fixed, so that a layer's scores do not depend on those beside it."""

@@ -28,7 +28,7 @@ that cuts a page would cut the 16-byte loads of keys stored transposed.
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.triton_float8 import widened
+from kvcompress_kernels.float8_triton import widened
 
 # the launcher would compile anew where one of these is 1 or a multiple of 16
 VARIES = ["w", "group", "s_pages"]

@@ -1,6 +1,6 @@
 """What the compiler makes of every kernel, on a machine without a GPU.
 
-    python -m kvcompress_kernels.triton_report --check kernels/compiled.md
+    python -m kvcompress_kernels.report_triton --check kernels/compiled.md
 
 Compiles each `Build` with Triton's own ptxas for each architecture and reads the result back with
 cuobjdump. It fails when a kernel does not compile, spills registers to memory, needs more shared

@@ -18,7 +18,7 @@ Splits have one size, and each sum has one order: results are the same in every 
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.triton_float8 import widened
+from kvcompress_kernels.float8_triton import widened
 
 # The left operand has so many rows per query head: three parts of h and a zero.
 PARTS = tl.constexpr(4)
