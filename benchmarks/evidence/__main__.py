@@ -1,0 +1,201 @@
+"""Measure methods on built-in tasks.
+
+    python -m benchmarks.evidence --model .cache/smollm2-135m-instruct --tasks niah-multikey-1 \\
+        --count 100 --tokens 2200 --methods cake chunkkv --budgets 0.2 0.1 --out results.jsonl
+
+A prompt counts where the full cache names at least one of its answers. Each line of the output is
+one prompt under one method and budget; a run that is started again goes on where it stopped.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.evidence.answers import compare, full_answer
+from benchmarks.evidence.kept import Kept, Scored, settings_of
+from benchmarks.evidence.reader import Prompt, Reader
+from benchmarks.origin import commit, machine
+from vllm_kvcompress.compare.tasks import TASKS, Item, build_items, score
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.presets import PRESETS
+
+BUDGETS = (0.5, 0.2, 0.1, 0.05)
+MOST_ASKED = 4
+"""Prompts that are asked for each that is wanted, where the full cache answers few."""
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=".cache/smollm2-135m-instruct", help="its folder")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--count", type=int, default=100, help="answered prompts of each task")
+    parser.add_argument("--tokens", type=int, default=2200, help="tokens of a prompt, about")
+    parser.add_argument("--question", choices=("last", "first"), default="last")
+    parser.add_argument("--per-text", type=int, default=5, help="questions about one text")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(PRESETS),
+        metavar="NAME[=JSON]",
+        help="presets, or names of your own for settings as --kv-compress-config takes them",
+    )
+    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, required=True, help="a JSONL file, appended to")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    torch.set_num_threads(args.threads)
+    methods = {}
+    for each in args.methods:
+        name, _, raw = each.partition("=")
+        methods[name] = raw or name
+    reader = Reader(args.model)
+    origin = {
+        "model": Path(args.model).name,
+        "tokens": args.tokens,
+        "question": args.question,
+        "seed": args.seed,
+        "commit": commit(),
+        "machine": machine(),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for task in args.tasks:
+        measure_task(reader, args, task, methods, origin)
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """What a file of results has so far; a line that was cut off is none."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def measure_task(
+    reader: Reader,
+    args: argparse.Namespace,
+    task: str,
+    methods: dict[str, str],
+    origin: dict[str, Any],
+) -> None:
+    where = {key: origin[key] for key in ("model", "tokens", "question", "seed")} | {"task": task}
+    known: dict[str, set[tuple[str, float]]] = {}
+    for line in lines(args.out):
+        if all(line[key] == value for key, value in where.items()):
+            known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
+            if line["method"] == "full" and not line["score"]:
+                known[line["item"]].add(("unknown", 0.0))
+    items = build_items(
+        [task],
+        count=args.count * MOST_ASKED,
+        tokens=args.tokens,
+        seed=args.seed,
+        question=args.question,
+        count_tokens=reader.count_tokens,
+        questions_per_text=args.per_text,
+    )
+    wanted = [(name, budget) for name in methods for budget in args.budgets]
+    sums = any(
+        Reads.COLUMN_SUMS in method_of(settings_of(raw, 0.5)).reads for raw in methods.values()
+    )
+    answered = 0
+    shared: Prompt | None = None
+    start = time.perf_counter()
+    for index, item in enumerate(items):
+        if answered == args.count:
+            break
+        have = known.get(item.name, set())
+        if ("unknown", 0.0) in have:
+            continue
+        todo = [pair for pair in wanted if pair not in have]
+        if have and not todo:
+            answered += 1
+            continue
+        ids = reader.encode(item.messages)
+        if shared is None or shared.ids != ids[: len(shared.ids)]:
+            shared = None
+            if index + 1 < len(items) and items[index + 1].group == item.group:
+                after = reader.encode(items[index + 1].messages)
+                common = next(
+                    (
+                        i
+                        for i, pair in enumerate(zip(ids, after, strict=False))
+                        if len(set(pair)) > 1
+                    ),
+                    min(len(ids), len(after)),
+                )
+                # less than half is not worth keeping
+                if common > len(ids) // 2 and common < len(ids):
+                    shared = reader.read(ids[:common], sums=sums)
+        prompt = reader.read(ids, sums=sums, earlier=shared)
+        results = measure(reader, item, prompt, todo, methods)
+        right = next(r["score"] for r in results if r["method"] == "full")
+        if ("full", 1.0) in have:
+            results = [r for r in results if r["method"] != "full"]
+        with args.out.open("a") as out:
+            for result in results:
+                row = {**origin, "task": task, "item": item.name, "group": item.group, **result}
+                out.write(json.dumps(row) + "\n")
+        answered += right > 0
+        spent = time.perf_counter() - start
+        print(f"{task}: {answered} of {args.count}, {index + 1} asked, {spent:.0f} s", flush=True)
+
+
+def measure(
+    reader: Reader,
+    item: Item,
+    prompt: Prompt,
+    todo: Sequence[tuple[str, float]],
+    methods: dict[str, str],
+) -> list[dict[str, Any]]:
+    """The full cache's line, and where that knows the answer each method's and budget's."""
+    full, logits = full_answer(reader, item, prompt)
+    right = score(item.answers, full.text)
+    length = len(prompt.ids)
+    out: list[dict[str, Any]] = [
+        {"method": "full", "budget": 1.0, "score": right, "prompt_tokens": length, "kept": 1.0}
+    ]
+    if not right:
+        return out
+    scored = Scored(prompt)
+    for budget in sorted({budget for _, budget in todo}):
+        names = [name for name, at in todo if at == budget]
+        kept: list[Kept] = []
+        for name in names:
+            made = scored.keep(settings_of(methods[name], budget))
+            assert made is not None, f"{name} at {budget} keeps all {length} tokens"
+            kept.append(made)
+        compared = compare(reader, item, prompt, kept, full, logits)
+        for name, each, made in zip(names, compared, kept, strict=True):
+            out.append(
+                {
+                    "method": name,
+                    "budget": budget,
+                    "score": each.score,
+                    "full": right,
+                    "same": each.same,
+                    "kl": each.kl,
+                    "top1": each.top1,
+                    "kept": round(made.tokens / (length * reader.layers), 5),
+                }
+            )
+    return out
+
+
+if __name__ == "__main__":
+    main()

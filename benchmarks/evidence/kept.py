@@ -1,0 +1,175 @@
+"""What each method and budget keeps of a prompt that was read once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.evidence.reader import Prompt, Rows
+from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.window_scores import WindowScores, window_scores
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
+from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.policies.base import Reads
+
+BLOCK = 16
+"""Tokens of a page: vLLM's block on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is left of a prompt, per layer ``[Hkv, n_l, D]``; `tokens` over all layers."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    tokens: int
+
+
+class Scored:
+    """A prompt, and its scores by each scorer: made once, whatever the budgets."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self._windows: dict[tuple[int, Reads], list[WindowScores]] = {}
+        self._observed: dict[tuple[Any, ...], list[Observed]] = {}
+
+    def places(self) -> list[PagedLayer]:
+        """Each layer's cache as pages of BLOCK tokens; those of the last page are filled."""
+        return [
+            PagedLayer(
+                layer=layer,
+                key_pages=_paged(keys).mT,
+                value_pages=_paged(values),
+                pages=torch.arange(-(-keys.shape[1] // BLOCK)),
+                scale=keys.shape[-1] ** -0.5,
+            )
+            for layer, (keys, values) in enumerate(
+                zip(self.prompt.keys, self.prompt.values, strict=True)
+            )
+        ]
+
+    def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
+        key = (method.scorer, method.allocator.reads, plan.window)
+        if key not in self._observed:
+            places = self.places()
+            windows = self._window(places, plan, method.reads)
+            sums = self.prompt.sums
+            self._observed[key] = [
+                method.observe(
+                    place,
+                    plan,
+                    windows[place.layer] if windows else None,
+                    sums[place.layer] if sums and Reads.COLUMN_SUMS in method.reads else None,
+                )
+                for place in places
+            ]
+        return self._observed[key]
+
+    def _window(
+        self, places: Sequence[PagedLayer], plan: PagePlan, reads: Reads
+    ) -> list[WindowScores]:
+        if Reads.WINDOW not in reads:
+            return []
+        key = (plan.window, reads & asked_of_window())
+        if key not in self._windows:
+            self._windows[key] = [
+                window_scores(
+                    self.prompt.queries[place.layer][-plan.window :],
+                    place.key_pages,
+                    place.pages,
+                    plan.tokens,
+                    place.scale,
+                    **window_arguments(reads),
+                )
+                for place in places
+            ]
+        return self._windows[key]
+
+    def keep(self, settings: CompressionConfig) -> Kept | None:
+        """What the engine would keep in pages of BLOCK tokens; None where it leaves all."""
+        prompt = self.prompt
+        plan = page_plan(settings.prompt(len(prompt.keys), len(prompt.ids)), BLOCK)
+        if plan is None:
+            return None
+        method = method_of(settings)
+        observed = self.observed(method, plan)
+        pages = method.layer_pages(plan, observed)
+        chosen = method.select(observed, plan, pages, tail=True)
+        counts = (pages * BLOCK + plan.tail).tolist()
+        keys, values = [], []
+        for place, count in zip(
+            self.places() if method.merge else prompt.keys, counts, strict=True
+        ):
+            layer = len(keys)
+            kept = chosen[layer, :, :count].long()
+            index = kept[..., None].expand(-1, -1, prompt.keys[layer].shape[-1])
+            k, v = prompt.keys[layer].gather(1, index), prompt.values[layer].gather(1, index)
+            if isinstance(place, PagedLayer):
+                length = torch.tensor([count], dtype=torch.int32)
+                k, v = (
+                    each[0]
+                    for each in merge_evicted(
+                        place.key_pages,
+                        place.value_pages,
+                        place.pages[None],
+                        plan.tokens,
+                        kept[None].to(torch.int32),
+                        length,
+                        count,
+                        **merge_arguments(method),
+                    )
+                )
+            keys.append(k)
+            values.append(v)
+        return Kept(keys=keys, values=values, tokens=sum(counts))
+
+
+def asked_of_window() -> Reads:
+    """Flags that change what `window_scores` returns."""
+    return Reads.VARIANCE
+
+
+def window_arguments(reads: Reads) -> dict[str, Any]:
+    return {"variance": Reads.VARIANCE in reads}
+
+
+def merge_arguments(method: Method) -> dict[str, Any]:
+    return {}
+
+
+def _paged(cache: torch.Tensor) -> torch.Tensor:
+    heads, tokens, dim = cache.shape
+    rows = -(-tokens // BLOCK)
+    padded = torch.nn.functional.pad(cache, (0, 0, 0, rows * BLOCK - tokens))
+    return padded.view(heads, rows, BLOCK, dim).transpose(0, 1)
+
+
+def as_rows(prompt: Prompt, kept: Sequence[Kept], room: int) -> Rows:
+    """The caches side by side, with `room` for an answer's tokens."""
+    keys, values, lengths, starts = [], [], [], []
+    for layer in range(len(prompt.keys)):
+        parts = [(each.keys[layer], each.values[layer]) for each in kept]
+        counts = [k.shape[1] for k, _ in parts]
+        start = max(counts)
+        heads, _, dim = parts[0][0].shape
+        both = torch.zeros(2, len(parts), heads, start + room, dim)
+        for row, (k, v) in enumerate(parts):
+            both[0, row, :, start - k.shape[1] : start] = k
+            both[1, row, :, start - k.shape[1] : start] = v
+        keys.append(both[0])
+        values.append(both[1])
+        lengths.append(torch.tensor(counts))
+        starts.append(start)
+    return Rows(keys=keys, values=values, lengths=lengths, starts=starts, position=len(prompt.ids))
+
+
+@cache
+def settings_of(raw: str, budget: float) -> CompressionConfig:
+    """Settings from a preset's name or a JSON object, at a budget."""
+    import json
+
+    made: Mapping[str, Any] = json.loads(raw) if raw.startswith("{") else {"compress": raw}
+    return CompressionConfig.parse({**made, "budget": budget, "min_prompt": 0})

@@ -1,0 +1,162 @@
+"""Tasks over lists: values of variables, words to count, keys and their values.
+
+Variable tracking, common words and frequent words follow RULER (Hsieh et al. 2024,
+arXiv:2404.06654); key-value recall follows Liu et al. 2023 (arXiv:2307.03172).
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain, islice, repeat
+
+from vllm_kvcompress.compare.tasks.items import Material, Question
+from vllm_kvcompress.compare.tasks.prose import THINGS, number, pairs, sentences, syllables
+
+_CHAINS, _HOPS = 4, 4
+_COMMON, _OFTEN, _SELDOM = 10, 30, 3
+_FREQUENT = 3
+
+
+def variable_tracking(rng: random.Random) -> Material:
+    """Four chains of five variables in prose: which ones have a value (vt; RULER has one chain)."""
+    taken: set[str] = set()
+    lines: list[list[str]] = []
+    questions = []
+    for _ in range(_CHAINS):
+        value = number(rng, taken)
+        names = [syllables(rng, taken, 2).upper() for _ in range(_HOPS + 1)]
+        sources = [value, *names[:-1]]
+        lines.append([f"VAR {n} = {s}." for n, s in zip(names, sources, strict=True)])
+        questions.append(
+            Question(
+                ask=f"Which variables have the value {value}, directly or through others?",
+                begin=f"The five variables that have the value {value} are",
+                answers=tuple(names),
+                max_tokens=48,
+            )
+        )
+    # a chain's lines stand in their order, and the chains run through one another
+    turns = rng.sample([c for c in range(_CHAINS) for _ in range(_HOPS + 1)], _CHAINS * (_HOPS + 1))
+    rest = [iter(each) for each in lines]
+    ordered = [next(rest[turn]) for turn in turns]
+    depths = sorted(rng.random() for _ in ordered)
+    seed = rng.random()
+
+    def pieces(count: int) -> list[str]:
+        text = list(islice(sentences(random.Random(seed)), count))
+        for depth, line in reversed(list(zip(depths, ordered, strict=True))):
+            text.insert(round(depth * count), line)
+        return text
+
+    return Material(
+        intro="Variables are assigned in the following text. Keep track of their values.",
+        pieces=pieces,
+        least=0,
+        joiner=" ",
+        questions=questions,
+    )
+
+
+def common_words(rng: random.Random) -> Material:
+    """Ten words stand in a list thirty times each, the others three times (cwe)."""
+    names = rng.sample(THINGS, len(THINGS))
+    common, others = names[:_COMMON], names[_COMMON:]
+    seed, taken = rng.random(), set(names)
+
+    def seldom() -> Iterator[str]:
+        more = random.Random(seed)
+        own = set(taken)
+        return chain(others, (syllables(more, own) for _ in repeat(None)))
+
+    def pieces(count: int) -> list[str]:
+        rare = islice(seldom(), max(count - _COMMON * _OFTEN, 0) // _SELDOM)
+        words = [word for word in common for _ in range(_OFTEN)]
+        words += [word for word in rare for _ in range(_SELDOM)]
+        random.Random(seed).shuffle(words)
+        return [f"{place}. {word}" for place, word in enumerate(words, 1)]
+
+    question = Question(
+        ask="Which ten words appear most often in the list?",
+        begin="The ten words that appear most often are",
+        answers=tuple(common),
+        max_tokens=80,
+    )
+    return Material(
+        intro="Below is a numbered list of words. Some words appear much more often than others.",
+        pieces=pieces,
+        least=_COMMON * _OFTEN,
+        joiner="\n",
+        questions=[question],
+    )
+
+
+def frequent_words(rng: random.Random) -> Material:
+    """Coded words whose frequencies fall with the square of their rank: the three first (fwe)."""
+    taken: set[str] = set()
+    words = [syllables(rng, taken) for _ in range(400)]
+    weights = [(rank + 1) ** -2.0 for rank in range(len(words))]
+    seed = rng.random()
+
+    def pieces(count: int) -> list[str]:
+        text = [
+            word
+            for word, weight in zip(words, weights, strict=True)
+            for _ in range(round(count * weight / sum(weights)))
+        ]
+        random.Random(seed).shuffle(text)
+        return text
+
+    question = Question(
+        ask="Which three coded words appear most often in the text?",
+        begin="The three coded words that appear most often are",
+        answers=tuple(words[:_FREQUENT]),
+        max_tokens=32,
+    )
+    return Material(
+        intro="The following text is made of coded words. Watch how often each of them appears.",
+        pieces=pieces,
+        least=50,
+        joiner=" ",
+        questions=[question],
+    )
+
+
+def key_values(rng: random.Random) -> Material:
+    """A table of names and numbers, asked for ten of its rows."""
+    seed = rng.random()
+
+    def rows() -> Iterator[tuple[str, str]]:
+        own, taken = random.Random(seed), set[str]()
+        return ((name, number(own, taken)) for name in pairs(own))
+
+    asked = rng.sample(range(30), 10)
+    known = list(islice(rows(), 30))
+
+    def pieces(count: int) -> list[str]:
+        text = [f'"{name}": {value},' for name, value in islice(rows(), count)]
+        random.Random(seed).shuffle(text)
+        return text
+
+    return Material(
+        intro="Below is a table of keys and their values.",
+        pieces=pieces,
+        least=30,
+        joiner="\n",
+        questions=[_value_of(*known[row]) for row in asked],
+    )
+
+
+def _value_of(name: str, value: str) -> Question:
+    return Question(
+        ask=f'What is the value of the key "{name}" in the table?',
+        begin=f'The value of the key "{name}" is',
+        answers=(value,),
+        max_tokens=12,
+    )
+
+
+LISTS: dict[str, Callable[[random.Random], Material]] = {
+    "variable-tracking": variable_tracking,
+    "common-words": common_words,
+    "frequent-words": frequent_words,
+    "key-values": key_values,
+}
