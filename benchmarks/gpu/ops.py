@@ -1,8 +1,9 @@
 """Every op, launched as the engine launches it, beside its reference and its floor.
 
 The window scores of several layers share a launch, the more the shorter the prompt
-(`Packer.observe`); column sums (`PromptCompressor.after_attention`), value scores and merging are
-launched layer by layer; ranking and moving take all layers of a prompt at once (`Packer.pack`).
+(`Packer.observe`); column sums (`PromptCompressor.after_attention`), value scores and norms and
+merging are launched layer by layer; ranking and moving take all layers of a prompt at once
+(`Packer.pack`).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import reference as page_tables_reference
 from kvcompress_kernels.select import reference as select_reference
 from kvcompress_kernels.select import select, select_chunks
+from kvcompress_kernels.value_norms import reference as value_norms_reference
+from kvcompress_kernels.value_norms import value_norms
 from kvcompress_kernels.value_scores import reference as value_scores_reference
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import reference as window_scores_reference
@@ -137,6 +140,10 @@ def value_args(p: Prompt, layer: int) -> tuple[Any, ...]:
     return p.weights, p.values, p.pages[layer], p.shape.tokens
 
 
+def norm_args(p: Prompt, layer: int) -> tuple[Any, ...]:
+    return p.values, p.pages[layer], p.shape.tokens
+
+
 def column_args(p: Prompt, layer: int) -> tuple[Any, ...]:
     return p.chunk_query, p.keys, p.pages[layer], p.shape.tokens, p.scale
 
@@ -228,6 +235,7 @@ def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Ou
 # -- the list ----------------------------------------------------------------------------------
 
 _VALUES = value_scores, value_scores_reference.run, value_args
+_NORMS = value_norms, value_norms_reference.run, norm_args
 _COLUMNS = column_sums, column_sums_reference.run, column_args
 _MERGE = merge_evicted, merge_evicted_reference.run, merge_args
 
@@ -236,6 +244,7 @@ OPS = (
     window_op("window_scores, variance", variance=True),
     layer_op("value_scores", *_VALUES, options={"fast": False, "reduce": "mean"}, **_ONCE),
     layer_op("value_scores, fast", *_VALUES, options={"fast": True, "reduce": "l2"}, **_ONCE),
+    layer_op("value_norms", *_NORMS, floor_bytes=keys_once),
     layer_op("column_sums, last chunk", *_COLUMNS, floor_flops=causal_product),
     prompt_op("select", select_launch, select_plain, floor_bytes=scores_once),
     prompt_op("select_chunks", chunks_launch, chunks_plain, floor_bytes=scores_once),

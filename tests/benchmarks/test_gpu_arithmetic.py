@@ -59,6 +59,7 @@ def test_launches_are_the_engines():
     assert launches == {
         "window_scores": 2,
         "value_scores": 32,
+        "value_norms": 32,
         "column_sums": 32,
         "select": 1,
         "select_chunks": 1,

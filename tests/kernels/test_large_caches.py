@@ -9,6 +9,7 @@ import torch
 
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
+from kvcompress_kernels.value_norms import value_norms
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import window_scores
 
@@ -58,12 +59,13 @@ def asked(keys, values):
     yield from window_scores(query, keys, pages, TOKENS, 0.25, variance=True)
     yield column_sums(query, keys, pages, TOKENS, 0.25)
     yield value_scores(weights, values, pages, TOKENS, fast=False, reduce="mean")
+    yield value_norms(values, pages, TOKENS)
     yield from merge_evicted(keys, values, pages[None], TOKENS, kept, count, kept.shape[2])
 
 
 def test_pages_behind_two_to_the_31_elements(caches):
     small, large = (list(asked(*cache)) for cache in caches)
-    assert len(small) == 10
+    assert len(small) == 11
     for got, want in zip(large, small, strict=True):
         assert want.isfinite().all()
         assert torch.equal(got, want)

@@ -19,6 +19,8 @@ from kvcompress_kernels.page_tables import page_tables
 from kvcompress_kernels.page_tables import triton as page_tables_triton
 from kvcompress_kernels.select import select, select_chunks
 from kvcompress_kernels.select import triton as select_triton
+from kvcompress_kernels.value_norms import triton as value_norms_triton
+from kvcompress_kernels.value_norms import value_norms
 from kvcompress_kernels.value_scores import triton as value_scores_triton
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import triton as window_scores_triton
@@ -33,6 +35,7 @@ LAUNCHING = (
     merge_evicted_triton,
     page_tables_triton,
     select_triton,
+    value_norms_triton,
     value_scores_triton,
     window_scores_triton,
 )
@@ -74,6 +77,7 @@ CALLS = {
     "value_scores": lambda: [
         value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2") for fast in (False, True)
     ],
+    "value_norms": lambda: value_norms(V, TABLE, 200),
     "merge_evicted": lambda: merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
     "move_kept": lambda: [
         move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)

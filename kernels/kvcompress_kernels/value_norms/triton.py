@@ -1,0 +1,78 @@
+"""`value_norms` as a Triton kernel: a program for each tile of tokens and KV head, V read once."""
+
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
+from kvcompress_kernels.paged_triton import known_block, token_rows
+
+VARY = ["tokens"]
+"""Differs by prompt: the launcher compiles anew for 1 and for multiples of 16."""
+
+
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    values,
+    pages,
+    norms,
+    tokens,
+    block,
+    s_page,
+    s_head,
+    s_slot,
+    s_dim,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Norms ``[Hkv, tokens]``."""
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = token < tokens
+    values += head * s_head
+    v = token_rows(values, pages, token, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
+    total = tl.abs(v[0])
+    for c in tl.static_range(1, len(v)):
+        total += tl.abs(v[c])
+    tl.store(norms + head * tokens + token, tl.sum(total, 1), mask=live)
+
+
+def run(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
+    check_cache("value_norms", value_pages)
+    _, kv_heads, block, dim = value_pages.shape
+    norms = value_pages.new_empty(kv_heads, tokens, dtype=torch.float32)
+    config = _config(dim, block)
+    grid = triton.cdiv(tokens, config["TILE"]), kv_heads
+    _norm_kernel[grid](value_pages, pages, norms, tokens, block, *value_pages.stride(), **config)
+    return norms
+
+
+def _config(dim: int, block: int) -> dict[str, Any]:
+    tile = 128 if dim <= 128 else 64
+    return dict(DIM=dim, BLOCK=known_block(block), TILE=tile, num_warps=8)
+
+
+def builds(sm: int) -> list[Build]:
+    """Blocks of 16, dims side by side in memory; values of bf16 or, a few, of float8."""
+    sizes = [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]
+    all_builds = []
+    for dim, kind in sizes:
+        config = dict(_config(dim, 16), s_dim=1)
+        warps = config.pop("num_warps")
+        kinds = dict(values=kind, pages="*i64", norms="*fp32")
+        names = [name for name in _norm_kernel.arg_names if name not in config]
+        all_builds.append(
+            Build(
+                name=f"value_norms D{dim}{named(kind)}",
+                kernel=_norm_kernel,
+                signature={name: kinds.get(name, "i32") for name in names},
+                constexprs=config,
+                warps=warps,
+                aligned=tuple(name for name in names if name not in VARY),
+            )
+        )
+    return all_builds

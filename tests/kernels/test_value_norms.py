@@ -1,0 +1,114 @@
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress_kernels import builds
+from kvcompress_kernels.value_norms import reference as value_norms_ref
+from kvcompress_kernels.value_norms import value_norms
+from paging import Largest, paged_values
+
+pytestmark = pytest.mark.gpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
+close = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def random(kv_heads, tokens, dim, *, seed=0):
+    rng = np.random.RandomState(seed)
+    return torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim)))
+
+
+def compare(v, block=16, **how):
+    dtype = how.setdefault("dtype", torch.float32)
+    got = value_norms(*paged_values(v, block, **how), v.shape[1])
+    assert got.shape == v.shape[:2]
+    assert got.dtype == torch.float32
+    assert got.is_contiguous()
+    want = np.abs(v.to(dtype).double().numpy()).sum(-1)
+    np.testing.assert_allclose(got, want, **close)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "dim"),
+    [(2, 12, 4), (1, 37, 64), (3, 129, 80), (2, 257, 128), (1, 1, 20), (2, 33, 256)],
+)
+@pytest.mark.parametrize("block", [1, 7, 16, 32, 128])
+def test_shapes(kv_heads, tokens, dim, block):
+    compare(random(kv_heads, tokens, dim, seed=tokens), block)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, *builds.FLOAT8], ids=str
+)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_dtypes_and_strides(interleave, dtype, device):
+    e4m3 = dtype is torch.float8_e4m3fn
+    if e4m3 and device.type == "cuda" and builds.architecture(device) < 89:
+        pytest.skip("this GPU has no instruction for float8_e4m3fn")
+    compare(random(2, 75, 80), dtype=dtype, interleave=interleave)
+
+
+@prop
+@given(
+    st.integers(1, 4),
+    st.integers(1, 150),
+    st.sampled_from([1, 3, 8, 33]),
+    st.sampled_from([1, 3, 16]),
+    st.integers(0, 1000),
+)
+def test_any_shape(kv_heads, tokens, dim, block, seed):
+    compare(random(kv_heads, tokens, dim, seed=seed), block, seed=seed)
+
+
+def test_equal_values_have_equal_norms():
+    v = random(2, 1, 80).float().expand(2, 300, 80)
+    got = compare(v, 7)
+    assert (got == got[:, :1]).all()
+
+
+def test_the_sign_does_not_count_and_nothing_is_nothing():
+    v = torch.tensor([[[1.0, -2.0], [-1.0, 2.0], [0.0, -0.0]]])
+    assert compare(v)[0].tolist() == [3.0, 3.0, 0.0]
+
+
+def test_large_values_of_narrow_dtypes_do_not_overflow():
+    v = torch.full((1, 3, 128), 60000.0)
+    assert (compare(v, dtype=torch.float16) == 128 * 60000.0).all()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("tile", [1, 4000])
+def test_tiles_change_nothing(tile, monkeypatch):
+    v = random(2, 100, 8)
+    whole = compare(v)
+    monkeypatch.setattr(value_norms_ref, "TILE", tile)
+    assert torch.equal(compare(v), whole)
+
+
+@pytest.mark.reference
+def test_the_reference_holds_one_tile_beside_its_result(monkeypatch):
+    monkeypatch.setattr(value_norms_ref, "TILE", 1 << 14)
+    v = paged_values(torch.zeros(1, 20000, 4), 16)
+    with Largest() as largest:
+        value_norms_ref.run(*v, 20000)
+    assert largest.size == 20000 * 4
+
+
+@pytest.mark.parametrize(
+    ("pages", "table", "tokens", "told"),
+    [
+        (torch.zeros(3, 2, 16), 3, 40, r"value_pages must be \[N, Hkv, bs, D\]"),
+        (torch.zeros(3, 2, 16, 8, dtype=torch.uint8), 3, 40, "view a quantised cache as its"),
+        (torch.zeros(3, 2, 16, 8), 3, 0, "tokens must be positive; got 0"),
+        (torch.zeros(3, 2, 16, 8), 2, 40, r"pages must be \[3\]; got \(2,\)"),
+    ],
+)
+def test_what_is_refused(pages, table, tokens, told):
+    with pytest.raises(ValueError, match=f"value_norms: .*{told}"):
+        value_norms(pages, torch.arange(table), tokens)
