@@ -43,10 +43,32 @@ def over_group(x, kv_heads, how="mean"):
 # -- scorers: [Hkv, P] ---------------------------------------------------------------------------
 
 
-def snapkv(q, k, v, w, kind="max", kernel=7):
-    tokens = k.shape[1]
+def snapkv(q, k, v, w, kind="max", kernel=7, aggregate="mean", value_norm=False):
+    tokens, group = k.shape[1], len(q) // len(k)
     a = attention(q, k, range(tokens - w, tokens))[..., : tokens - w]
-    return pool(over_group(a.sum(1), len(k)), kind, kernel)
+    if aggregate == "mean":
+        score = pool(over_group(a.sum(1), len(k)), kind, kernel)
+    else:
+        rows = a.reshape(len(k), group * w, tokens - w)
+        score = np.stack([over_rows(x, aggregate, kind, kernel) for x in rows])
+    if value_norm:
+        norm = np.abs(v[:, : tokens - w]).sum(-1)
+        score = score * norm / norm.sum(-1, keepdims=True)
+    return score
+
+
+def over_rows(a, aggregate, kind, kernel):
+    """``[rows, P]`` to ``[P]``: the maximum, pooled; or that of rows that were pooled before."""
+    if aggregate == "max":
+        return pool(a.max(0)[None], kind, kernel)[0]
+    highest = np.max([pooled_row(row) for row in a], axis=0)
+    return np.maximum(highest, highest.mean())
+
+
+def pooled_row(a):
+    """One row averaged over five neighbours, scaled to the sum that it had."""
+    p = pool(a[None], "avg", 5)[0]
+    return p * a.sum() / p.sum() if a.any() else p
 
 
 def cake(q, k, v, w, gamma=200.0, kernel=5):
@@ -71,15 +93,19 @@ def streamingllm(q, k, v, w):
     return np.tile(row, (len(k), 1))
 
 
-def caote(q, k, v, w, base="snapkv", how="mean", fast=False):
+def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean"):
     tokens, group = k.shape[1], len(q) // len(k)
     if base == "tova":
         h = attention(q, k, [tokens - 1])[:, 0]
     elif base == "h2o":
         h = column_sums(q, k)
-    else:
+    elif aggregate == "mean":
         h = attention(q, k, range(tokens - w, tokens)).mean(1)
         h[:, : tokens - w] = pool(h[:, : tokens - w], "max", 7)
+    else:
+        a = attention(q, k, range(tokens - w, tokens))
+        h = a.max(1)
+        h[:, : tokens - w] = [over_rows(x, aggregate, "max", 7) for x in a[..., : tokens - w]]
     h = h / h.sum(-1, keepdims=True)
     c = np.zeros_like(h)
     for head in range(len(q)):

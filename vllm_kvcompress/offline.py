@@ -127,6 +127,8 @@ def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.T
             plan.tokens,
             where.scale,
             variance=Reads.VARIANCE in method.reads,
+            maximum=Reads.MAXIMUM in method.reads,
+            pooled=Reads.POOLED in method.reads,
         )
     return method.observe(where, plan, window, sums)
 

@@ -89,8 +89,8 @@ class Method:
         """Score one layer of a prompt whose keys and values are all in their pages.
 
         Args:
-            window: what the observation window thinks of the layer's past, with its variance if
-                `reads` has it; None unless `reads_of` the layer has WINDOW.
+            window: what the observation window thinks of the layer's past, with its variance and
+                maximum if `reads` has them; None unless `reads_of` the layer has WINDOW.
             sums: ``[Hq, S]`` float32 column sums; None unless it has COLUMN_SUMS.
 
         Raises:
@@ -118,6 +118,7 @@ class Method:
                 variance=window.variance,
                 recent=window.recent,
                 last=window.last,
+                maximum=window.maximum,
             )
             if Reads.VARIANCE in self.allocator.reads:
                 entropy, shift = window.entropy, window.shift

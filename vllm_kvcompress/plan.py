@@ -94,6 +94,8 @@ class Columns:
         variance: ``[Hq, P]`` float32, over rows, ddof 1; None unless it was asked for.
         recent: ``[Hq, w]`` float32, the window's attention to itself summed over its rows.
         last: ``[Hq, S]`` float32, attention of the last row to every key.
+        maximum: ``[Hq, S]`` float32, the most that a row of the window attends to every key, of the
+            past's columns perhaps in pooled rows (`WindowScores`); None unless it was asked for.
         sums: ``[Hq, S]`` float32, column sums of the whole causal attention; None unless they
             were asked for.
         values: the prompt's values; None unless they were asked for.
@@ -108,6 +110,7 @@ class Columns:
     variance: torch.Tensor | None = None
     recent: torch.Tensor | None = None
     last: torch.Tensor | None = None
+    maximum: torch.Tensor | None = None
     sums: torch.Tensor | None = None
     values: PagedValues | None = None
 

@@ -63,8 +63,9 @@ def test_window_scores(w, size, interleave, dtype, float8):
     heads, _, tokens, dim, _ = size
     q = torch.randn(w, heads, dim).to(dtype)
     _, (narrow, wide) = cache(size, float8, interleave)
-    got = window_scores(q, *narrow, tokens, 0.3, variance=w > 1)
-    want = window_scores_ref.run(q.float(), *wide, tokens, 0.3, w > 1)
+    asked = {"variance": w > 1, "maximum": True, "pooled": w > 1}
+    got = window_scores(q, *narrow, tokens, 0.3, **asked)
+    want = window_scores_ref.run(q.float(), *wide, tokens, 0.3, **asked)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, **close)
         assert a is None or a.isfinite().all()

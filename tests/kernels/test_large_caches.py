@@ -56,7 +56,9 @@ def asked(keys, values):
     kept = torch.arange(0, TOKENS, 3, dtype=torch.int32).expand(1, KV_HEADS, -1)
     count = torch.tensor([kept.shape[2]], dtype=torch.int32)
     weights = torch.arange(1.0, 1 + HEADS * TOKENS).view(HEADS, TOKENS).softmax(1)
-    yield from window_scores(query, keys, pages, TOKENS, 0.25, variance=True)
+    for pooled in (False, True):
+        asked = {"variance": True, "maximum": True, "pooled": pooled}
+        yield from window_scores(query, keys, pages, TOKENS, 0.25, **asked)
     yield column_sums(query, keys, pages, TOKENS, 0.25)
     yield value_scores(weights, values, pages, TOKENS, fast=False, reduce="mean")
     yield value_norms(values, pages, TOKENS)
@@ -65,7 +67,7 @@ def asked(keys, values):
 
 def test_pages_behind_two_to_the_31_elements(caches):
     small, large = (list(asked(*cache)) for cache in caches)
-    assert len(small) == 11
+    assert len(small) == 19
     for got, want in zip(large, small, strict=True):
         assert want.isfinite().all()
         assert torch.equal(got, want)

@@ -33,17 +33,22 @@ def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=
 @pytest.mark.parametrize("interleave", [False, True], ids=["heads-first", "tokens-first"])
 @pytest.mark.parametrize("tokens", [37, 64, 1100])
 def test_layers_get_what_they_get_alone(tokens, dtype, interleave):
-    """Bit for bit, and what the reference says; with the variance and without."""
+    """Bit for bit, and what the reference says; with all that can be asked for and without."""
     queries, cache, pages = prompt(3, tokens, 6, 2, 16, 16, 8, dtype, interleave=interleave)
-    for variance in (True, False):
-        together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, variance=variance)
+    asks = [
+        {"variance": True, "maximum": True, "pooled": True},
+        {"variance": False, "maximum": True, "pooled": False},
+        {"variance": True, "maximum": False, "pooled": False},
+    ]
+    for asked in asks:
+        together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, **asked)
         assert len(together) == 3
         for query, own, got in zip(queries, pages, together, strict=True):
-            alone = window_scores(query, cache, own, tokens, 0.3, variance=variance)
-            want = window_scores_ref.run(query, cache, own, tokens, 0.3, variance)
+            alone = window_scores(query, cache, own, tokens, 0.3, **asked)
+            want = window_scores_ref.run(query, cache, own, tokens, 0.3, **asked)
             for name in got._fields:
                 values = [getattr(found, name) for found in (got, alone, want)]
-                if not variance and name == "variance":
+                if not asked.get(name, True):
                     assert values == [None] * 3
                     continue
                 assert torch.equal(values[0], values[1]), name
@@ -65,9 +70,10 @@ def test_shapes_of_models(heads, kv_heads, dim, block, w, dtype):
     """The last: each layer's prompt is in one page."""
     tokens, scale = w + 70, dim**-0.5
     queries, cache, pages = prompt(2, tokens, heads, kv_heads, dim, block, w, dtype)
-    together = window_scores_of_layers(queries, cache, pages, tokens, scale, variance=w > 1)
+    asked = {"variance": w > 1, "maximum": True, "pooled": dim > 64}
+    together = window_scores_of_layers(queries, cache, pages, tokens, scale, **asked)
     for query, own, got in zip(queries, pages, together, strict=True):
-        want = window_scores_ref.run(query, cache, own, tokens, scale, w > 1)
+        want = window_scores_ref.run(query, cache, own, tokens, scale, **asked)
         for name in got._fields:
             if getattr(want, name) is not None:
                 torch.testing.assert_close(getattr(got, name), getattr(want, name), **close)
@@ -80,7 +86,11 @@ def test_equal_keys_get_equal_scores(heads, w):
     k = torch.randn(1, past + w, 16)
     k[:, :past] = k[:, :1]
     view, pages = paged_keys(k, 16)
-    got = window_scores(torch.randn(w, heads, 16), view, pages, past + w, 0.3, variance=True)
+    asked = torch.randn(w, heads, 16), view, pages, past + w, 0.3
+    got = window_scores(*asked, variance=True, maximum=True)
+    pooled = window_scores(*asked, variance=False, maximum=True, pooled=True).maximum[:, 2 : -w - 2]
+    assert torch.equal(pooled, pooled[:, :1].expand(-1, past - 4))
+    assert torch.equal(got.maximum[:, :past], got.maximum[:, :1].expand(-1, past))
     assert torch.equal(got.total, got.total[:, :1].expand(-1, past))
     assert torch.equal(got.variance, got.variance[:, :1].expand(-1, past))
     assert torch.equal(got.last[:, :past], got.last[:, :1].expand(-1, past))
@@ -89,16 +99,24 @@ def test_equal_keys_get_equal_scores(heads, w):
 def test_a_negative_scale():
     view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     q = torch.randn(4, 4, 8)
-    first = window_scores(q, view, pages, 40, -0.7, variance=True)
-    second = window_scores(-q, view, pages, 40, 0.7, variance=True)
+    first = window_scores(q, view, pages, 40, -0.7, variance=True, maximum=True)
+    second = window_scores(-q, view, pages, 40, 0.7, variance=True, maximum=True)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_query_and_keys_of_two_dtypes():
     k, q = torch.randn(2, 40, 8).bfloat16(), torch.randn(4, 4, 8)
-    first = window_scores(q, *paged_keys(k, 16, dtype=torch.bfloat16), 40, 0.3, variance=True)
-    second = window_scores(q, *paged_keys(k, 16), 40, 0.3, variance=True)
+    first = window_scores(
+        q,
+        *paged_keys(k, 16, dtype=torch.bfloat16),
+        40,
+        0.3,
+        variance=True,
+        maximum=True,
+        pooled=True,
+    )
+    second = window_scores(q, *paged_keys(k, 16), 40, 0.3, variance=True, maximum=True, pooled=True)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
@@ -122,6 +140,7 @@ GOOD = {
         ({"queries": [torch.zeros(1, 4, 8)] * 2}, "a variance needs a window of at least 2"),
         ({"queries": [torch.zeros(4, 3, 8)] * 2}, "Hq must be a multiple of Hkv=2"),
         ({"queries": [torch.zeros(4, 4, 6)] * 2}, "key_pages must have head dim 6"),
+        ({"pooled": True}, "pooled is of a maximum; ask for that too"),
         ({"pages": torch.zeros(2, 2, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
         ({"pages": torch.zeros(3, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
     ],

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
+every = {"variance": True, "maximum": True}
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
@@ -37,16 +38,31 @@ def slow(q, k, scale):
     return a, cut.sum(1), variance, entropy
 
 
+def pooled_maximum(a, past):
+    """docs/methods.md 4.4: rows over the past averaged over five columns, each with its own sum."""
+    most, cut = a.max(1), a[:, :, :past]
+    near = np.pad(cut, ((0, 0), (0, 0), (2, 2)))
+    p = sum(near[:, :, shift : shift + past] for shift in range(5)) / 5
+    share = cut.sum(-1) / np.where(p.any(-1), p.sum(-1), 1.0)
+    most[:, :past] = (p * share[..., None]).max(1)
+    return most
+
+
 def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, **how):
     dtype = how.get("dtype", torch.float32)
     rng = np.random.RandomState(seed)
     q = torch.from_numpy(q_scale * rng.standard_normal((heads, w, dim))).to(dtype)
     k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
     view, pages = paged_keys(k, block, seed=seed, **how)
-    got = window_scores(q.transpose(0, 1), view, pages, tokens, dim**-0.5, variance=w > 1)
+    asked = q.transpose(0, 1), view, pages, tokens, dim**-0.5
+    got = window_scores(*asked, variance=w > 1, maximum=True)
     a, total, variance, entropy = slow(q.double().numpy(), k.double().numpy(), dim**-0.5)
     np.testing.assert_allclose(got.recent, a[:, :, tokens - w :].sum(1), **close)
     np.testing.assert_allclose(got.last, a[:, -1], **close)
+    np.testing.assert_allclose(got.maximum, a.max(1), **close)
+    assert got.maximum.dtype == torch.float32
+    pooled = window_scores(*asked, variance=False, maximum=True, pooled=True)
+    np.testing.assert_allclose(pooled.maximum, pooled_maximum(a, tokens - w), **close)
     assert got.total.shape == (heads, tokens - w)
     assert got.total.dtype == torch.float32
     np.testing.assert_allclose(got.total, total, **close)
@@ -173,7 +189,7 @@ def test_variance_is_optional():
     k = torch.randn(2, 40, 8)
     view, pages = paged_keys(k, 16)
     q = torch.randn(4, 4, 8)
-    full = window_scores(q, view, pages, 40, 0.3, variance=True)
+    full = window_scores(q, view, pages, 40, 0.3, **every)
     less = window_scores(q, view, pages, 40, 0.3, variance=False)
     assert less.variance is None
     assert less.shift.item() == 0
@@ -185,8 +201,8 @@ def test_variance_is_optional():
 def test_gqa_equals_repeated_kv_heads():
     k = torch.randn(2, 50, 8)
     q = torch.randn(7, 6, 8)
-    shared = window_scores(q, *paged_keys(k, 16), 50, 0.3, variance=True)
-    repeated = window_scores(q, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3, variance=True)
+    shared = window_scores(q, *paged_keys(k, 16), 50, 0.3, **every)
+    repeated = window_scores(q, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3, **every)
     for a, b in zip(shared, repeated, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
@@ -194,8 +210,8 @@ def test_gqa_equals_repeated_kv_heads():
 @pytest.mark.parametrize("block", [1, 4, 16, 32, 512])
 def test_block_size_does_not_matter(block):
     k, q = torch.randn(2, 600, 8), torch.randn(7, 4, 8)
-    one = window_scores(q, *paged_keys(k, 600), 600, 0.3, variance=True)
-    two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, variance=True)
+    one = window_scores(q, *paged_keys(k, 600), 600, 0.3, **every)
+    two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, **every)
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
@@ -205,7 +221,7 @@ def test_inputs_are_left_alone():
     view = view.nan_to_num(5.0)
     q = torch.randn(4, 4, 8)
     before = [x.clone() for x in (view, pages, q)]
-    window_scores(q, view, pages, 40, 0.3, variance=True)
+    window_scores(q, view, pages, 40, 0.3, **every)
     assert all(torch.equal(a, b) for a, b in zip(before, (view, pages, q), strict=True))
 
 
@@ -214,8 +230,8 @@ def test_strided_query():
     view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     fused = torch.randn(9, 4, 24)
     q = fused[3:8, :, 8:16]
-    one = window_scores(q, view, pages, 40, 0.3, variance=True)
-    two = window_scores(q.contiguous(), view, pages, 40, 0.3, variance=True)
+    one = window_scores(q, view, pages, 40, 0.3, **every)
+    two = window_scores(q.contiguous(), view, pages, 40, 0.3, **every)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 

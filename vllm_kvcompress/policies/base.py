@@ -22,6 +22,10 @@ class Reads(enum.Flag):
     """Attention of the observation window."""
     VARIANCE = enum.auto()
     """Its variance over the window's rows; to be asked for together with WINDOW."""
+    MAXIMUM = enum.auto()
+    """Its maximum over the window's rows; to be asked for together with WINDOW."""
+    POOLED = enum.auto()
+    """That maximum of pooled rows; to be asked for together with MAXIMUM."""
     COLUMN_SUMS = enum.auto()
     """Column sums of the whole causal attention: every token of the prompt must be computed."""
     VALUES = enum.auto()
@@ -111,8 +115,9 @@ def build(
         params: what was asked for; wins over both.
 
     Raises:
-        ConfigError: the name or a parameter is unknown, a value is of another type, or the class
-            has a parameter without a default.
+        ConfigError: the name or a parameter is unknown, a value is of another type, the class
+            has a parameter without a default, or one was asked for that has no effect beside the
+            others (`unused` of the class, where it has that: a name and the reason each).
     """
     policy = choose(role, table, name)
     known = {f.name: f for f in dataclasses.fields(policy)}
@@ -135,4 +140,9 @@ def build(
                 f"{role} {name!r}: {key} must be a {wants.__name__} like {known[key].default!r},"
                 f" got {value!r}"
             )
-    return policy(**{**defaults, **dict(params)})
+    given = dict(params)
+    made = policy(**{**defaults, **given})
+    for key, reason in getattr(made, "unused", {}).items():
+        if key in given:
+            raise ConfigError(f"{role} {name!r}: {key}={given[key]!r} {reason}")
+    return made

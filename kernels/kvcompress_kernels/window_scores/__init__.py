@@ -19,6 +19,8 @@ def window_scores(
     scale: float,
     *,
     variance: bool,
+    maximum: bool = False,
+    pooled: bool = False,
 ) -> WindowScores:
     """Attention of an observation window to the prompt before it, reduced over the window.
 
@@ -26,6 +28,11 @@ def window_scores(
     past columns are not renormalised after cutting (CAKE, arXiv:2503.12491, eq. 5 to 7;
     SnapKV, arXiv:2404.14469). Entropy is summed as ``A * (s - LSE)``, finite without an epsilon.
     Query head h reads KV head ``h // (Hq // Hkv)``.
+
+    Rows are pooled as in DefensiveKV (Feng et al. 2025, arXiv:2510.13334): a row a over the past
+    becomes ``p[j] = sum_{|n - j| <= 2} a[n] / 5``, zeros outside, and then ``p * sum(a) / sum(p)``,
+    so that what falls off at both ends is not lost. A row that attends to nothing of the past
+    stays 0.
 
     Args:
         query: ``[w, Hq, D]`` any float dtype, rotated, in position order.
@@ -35,13 +42,18 @@ def window_scores(
         tokens: prompt length S, the window included.
         scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
         variance: also return the variance; needs ``w >= 2``.
+        maximum: also return the maximum over the rows.
+        pooled: take it of the pooled rows; needs `maximum`.
 
     Raises:
-        ValueError: shapes disagree, the window is empty or as long as the prompt, or `variance`
-            is asked of a single row.
+        ValueError: shapes disagree, the window is empty or as long as the prompt, `variance`
+            is asked of a single row, or `pooled` without `maximum`.
     """
     (scores,) = window_scores_of_layers(
-        [query], key_pages, pages[None], tokens, scale, variance=variance
+        *([query], key_pages, pages[None], tokens, scale),
+        variance=variance,
+        maximum=maximum,
+        pooled=pooled,
     )
     return scores
 
@@ -54,11 +66,14 @@ def window_scores_of_layers(
     scale: float,
     *,
     variance: bool,
+    maximum: bool = False,
+    pooled: bool = False,
 ) -> list[WindowScores]:
     """`window_scores` of N layers of one prompt, which on a GPU share their launches.
 
     In the page pool a layer is only other page ids. Each gets what it gets alone: `total`,
-    `variance`, `recent` and `last` bit for bit, sums over them up to the order of adding.
+    `variance`, `recent`, `last` and `maximum` bit for bit, sums over them up to the order of
+    adding.
 
     Args:
         queries: N of ``[w, Hq, D]``.
@@ -79,14 +94,15 @@ def window_scores_of_layers(
     require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
     require(0 < w < tokens, name, "0 < window < tokens must hold", (w, tokens))
     require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
+    require(maximum or not pooled, name, "pooled is of a maximum; ask for that too", maximum)
     check_pages(name, pages, tokens, key_pages.shape[3], len(queries))
-    if contract.triton_takes(queries[0]):
+    if contract.triton_takes(queries[0]) and not maximum:
         from kvcompress_kernels.window_scores.triton import run_layers
 
         return run_layers(queries, key_pages, pages, tokens, scale, variance)
     from kvcompress_kernels.window_scores.reference import run
 
     return [
-        run(query, key_pages, layer, tokens, scale, variance)
+        run(query, key_pages, layer, tokens, scale, variance, maximum, pooled)
         for query, layer in zip(queries, pages, strict=True)
     ]

@@ -6,6 +6,7 @@ temporaries inside the processor's cache.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from kvcompress_kernels.window_scores.result import WindowScores
 
@@ -20,6 +21,8 @@ def run(
     tokens: int,
     scale: float,
     variance: bool,
+    maximum: bool = False,
+    pooled: bool = False,
 ) -> WindowScores:
     w, heads, dim = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
@@ -42,15 +45,19 @@ def run(
     recent = torch.empty(heads, w, dtype=torch.float32, device=query.device)
     last = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     spread = torch.empty_like(total) if variance else None
+    most = torch.empty_like(last) if maximum else None
     entropy = torch.zeros((), dtype=torch.float32, device=query.device)
+    attention: list[torch.Tensor] = []
     start = 0
     for tile in logits:
         every = tile.view(heads, w, -1)
         end = start + tile.shape[-1]
         last[:, start:end] = (every[:, -1] - log_sum[:, -1]).exp_()
         if end > past:
-            inside = every[..., max(past - start, 0) :] - log_sum
-            recent[:, max(start - past, 0) : end - past] = _over_rows(inside.exp_())
+            inside = (every[..., max(past - start, 0) :] - log_sum).exp_()
+            recent[:, max(start - past, 0) : end - past] = _over_rows(inside)
+            if most is not None:
+                most[:, max(start, past) : end] = inside.amax(1)
         stop = min(end, past)
         if stop <= start:
             start = end
@@ -60,14 +67,20 @@ def run(
         entropy -= torch.dot(a.reshape(-1), log_a.reshape(-1))
         column = _over_rows(a)
         total[:, start:stop] = column
+        if pooled:
+            attention.append(every[..., : stop - start].copy_(a))
+        elif most is not None:
+            most[:, start:stop] = a.amax(1)
         if spread is not None:
             a -= (column / w).unsqueeze(1)
             spread[:, start:stop] = _over_rows(a.square_())
         start = end
+    if most is not None and pooled:
+        _pooled_maximum(attention, most[:, :past])
     if spread is None:
-        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last)
+        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last, most)
     spread /= w - 1
-    return WindowScores(total, spread, entropy, spread.sum(), recent, last)
+    return WindowScores(total, spread, entropy, spread.sum(), recent, last, most)
 
 
 def _over_rows(x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +95,38 @@ def _over_rows(x: torch.Tensor) -> torch.Tensor:
             half[:, 0] += x[:, -1]
         x = half
     return x[:, 0]
+
+
+def _pooled_maximum(tiles: list[torch.Tensor], out: torch.Tensor) -> None:
+    """The maximum over the pooled rows, ``[heads, P]`` into `out`.
+
+    The sum of a pooled row follows from its four outermost columns: each column counts in five
+    places, and those next to an end in fewer.
+
+    Args:
+        tiles: of ``[heads, w, columns]``, attention to the past; all but the last are wide.
+    """
+    first = torch.cat([tile[..., :2] for tile in tiles[:2]], dim=-1)
+    final = torch.cat([tile[..., -2:] for tile in tiles[-2:]], dim=-1)
+    lost = 2 * (first[..., 0] + final[..., -1])
+    if out.shape[1] > 1:
+        lost += first[..., 1] + final[..., -2]
+    mass = torch.stack([tile.sum(-1) for tile in tiles]).sum(0)
+    # of a row that attends to nothing of the past both are 0, and so are its columns
+    share = (mass / (5 * mass - lost).clamp_min(torch.finfo(mass.dtype).tiny))[..., None]
+    start = 0
+    for i, tile in enumerate(tiles):
+        size = tile.shape[-1]
+        before = tiles[i - 1][..., -2:] if i else tile[..., :0]
+        after = tiles[i + 1][..., :2] if i + 1 < len(tiles) else tile[..., :0]
+        near = torch.cat([before, tile, after], dim=-1)
+        near = pad(near, (2 - before.shape[-1], 2 - after.shape[-1]))
+        # in this order everywhere, so that equal columns stay equal
+        total = near[..., :size] + near[..., 1 : size + 1]
+        for shift in (2, 3, 4):
+            total += near[..., shift : size + shift]
+        out[:, start : start + size] = (total * share).amax(1)
+        start += size
 
 
 def _logits(

@@ -20,3 +20,7 @@ class WindowScores(NamedTuple):
     """``[Hq, w]`` float32: attention of the w rows to the window's own columns, summed."""
     last: torch.Tensor
     """``[Hq, tokens]`` float32: attention of the last row to every key."""
+    maximum: torch.Tensor | None = None
+    """``[Hq, tokens]`` float32: the most that any of the w rows attends to each key, if it was
+    asked for: ``max_i A[h, i, j]``. Of the past columns ``max_i`` of the pooled rows, if those
+    were."""

@@ -149,6 +149,8 @@ class Packer:
                 plan.tokens,
                 self._scale,
                 variance=Reads.VARIANCE in method.reads,
+                maximum=Reads.MAXIMUM in method.reads,
+                pooled=Reads.POOLED in method.reads,
             )
             windows = {place.layer: window for place, window in zip(watched, scores, strict=True)}
         for place, read in zip(places, reads, strict=True):

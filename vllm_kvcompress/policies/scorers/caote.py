@@ -1,5 +1,6 @@
 """Rank by how much a token's removal would change the attention output."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from kvcompress_kernels.value_scores import value_scores
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.scorers import pooling
+from vllm_kvcompress.policies.scorers import aggregates, pooling
 
 BASES = {"snapkv": Reads.WINDOW, "tova": Reads.WINDOW, "h2o": Reads.COLUMN_SUMS}
 REDUCTIONS = ("mean", "l2")
@@ -23,13 +24,16 @@ class Caote:
     tokens and ``o = sum_j h_j v_j``; with the true last row of attention it is exactly the change
     of the head's output when token j goes. Weights by `base`: TOVA's last row; H2O's column sums
     over their sum; SnapKV's window mean over every column, the past pooled, over its sum (the
-    paper does not say how).
+    paper does not say how). With another `aggregate` than the mean the past's columns are
+    aggregated per query head, pooling included, the window's own take the maximum over its rows,
+    and both are divided by their sum.
 
     Args:
         base: "snapkv", "tova" or "h2o".
         reduce: over the query heads of a KV head: "mean", or "l2", the exact joint error.
         pooling: of SnapKV's past, "max" or "avg".
         kernel: pooling width in tokens, odd.
+        aggregate: of SnapKV's rows, "mean", "max" or "defensive" (`aggregates`).
     """
 
     fast: ClassVar[bool] = False
@@ -38,6 +42,7 @@ class Caote:
     reduce: str = "mean"
     pooling: str = "max"
     kernel: int = 7
+    aggregate: str = "mean"
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -47,10 +52,21 @@ class Caote:
                 f"caote.reduce must be one of {list(REDUCTIONS)}, got {self.reduce!r}"
             )
         pooling.check("caote", self.pooling, self.kernel)
+        aggregates.check("caote", self.aggregate)
+        if self.aggregate != "mean" and self.base != "snapkv":
+            raise ConfigError(
+                f"caote.aggregate={self.aggregate!r} is over the rows of SnapKV's window, and base"
+                f" {self.base!r} has none; set base to snapkv, or remove aggregate"
+            )
 
     @property
     def reads(self) -> Reads:
-        return BASES[self.base] | Reads.VALUES
+        reads = BASES[self.base] | Reads.VALUES
+        return reads | aggregates.AGGREGATES[self.aggregate] if self.base == "snapkv" else reads
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        return aggregates.unused(self.aggregate)
 
     def weights(self, columns: Columns) -> torch.Tensor:
         """``[Hq, S]`` float32 weights of the base scorer, each row of sum 1."""
@@ -59,9 +75,13 @@ class Caote:
         if self.base == "h2o" and columns.sums is not None:
             return columns.sums / columns.sums.sum(-1, keepdim=True)
         if self.base == "snapkv" and columns.total is not None and columns.recent is not None:
-            past = pooling.pool(columns.total, self.pooling, self.kernel)
-            every = torch.cat([past, columns.recent], dim=-1)
-            return every / every.sum(-1, keepdim=True)
+            lines, kind, kernel = len(columns.total), self.pooling, self.kernel
+            past = aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
+            recent = columns.recent
+            if columns.maximum is not None and self.aggregate != "mean":
+                recent = columns.maximum[:, columns.past :]
+            every = torch.cat([past, recent], dim=-1)
+            return every.div_(every.sum(-1, keepdim=True))
         raise ValueError(f"caote over {self.base} needs the attention that {self.base} reads")
 
     def score(self, columns: Columns) -> torch.Tensor:

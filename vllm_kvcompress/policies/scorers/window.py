@@ -1,13 +1,13 @@
 """Rank by the attention of the last queries."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.scorers import pooling
+from vllm_kvcompress.policies.scorers import aggregates, pooling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,19 +21,27 @@ class SnapKV:
     Args:
         pooling: "max" (the authors' benchmark settings) or "avg".
         kernel: pooling width in tokens, odd.
+        aggregate: over the window's rows and the KV head's query heads: "mean", or "max" or
+            "defensive", which are not SnapKV's (`aggregates`). The last is not pooled again.
     """
-
-    reads: ClassVar[Reads] = Reads.WINDOW
 
     pooling: str = "max"
     kernel: int = 7
+    aggregate: str = "mean"
 
     def __post_init__(self) -> None:
         pooling.check("snapkv", self.pooling, self.kernel)
+        aggregates.check("snapkv", self.aggregate)
+
+    @property
+    def reads(self) -> Reads:
+        return aggregates.AGGREGATES[self.aggregate]
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        return aggregates.unused(self.aggregate)
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
-        if columns.total is None:
-            raise ValueError("snapkv needs the window's attention; got none")
-        grouped = pooling.group_mean(columns.total, columns.num_kv_heads)
-        return pooling.pool(grouped, self.pooling, self.kernel)
+        lines, kind, kernel = columns.num_kv_heads, self.pooling, self.kernel
+        return aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
