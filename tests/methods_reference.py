@@ -192,6 +192,22 @@ def dynamickv_budgets(scores, base, past, r_max=10, every=4):
     return held
 
 
+def global_budgets(scores, base, past):
+    """`scores`: per layer ``[Hkv, P]``, none below 0; +inf is kept whatever the rest is."""
+    layers, heads, entries = len(scores), len(scores[0]), []
+    for i, layer in enumerate(scores):
+        values = [float(value) for value in layer.ravel()]
+        total = math.fsum(value for value in values if math.isfinite(value))
+        for value in values:
+            value = -math.inf if math.isnan(value) else value
+            entries.append((-value / total if total > 0 else -value, i))
+    entries.sort()
+    counts = [0] * layers
+    for _, i in entries[: layers * base * heads]:
+        counts[i] += 1
+    return apportion(counts, layers * base, [past] * layers)
+
+
 def d2o_budgets(sums, total, tokens, norm="layer_minmax", floor=8):
     """`sums`: per layer ``[Hq, S]``."""
     v = [c.var(-1, ddof=1) for c in sums]

@@ -66,7 +66,7 @@ def test_other_unknown_names(raw):
 
 def test_unknown_names_list_the_known():
     refused("'cake'", "'dynamickv'", "'off'", "'random'", "'tova'", raw={"compress": "zzz"})
-    refused("'cake', 'd2o', 'dynamickv', 'pyramid', 'uniform'", allocator="zzz")
+    refused("'cake', 'd2o', 'dynamickv', 'global', 'pyramid', 'uniform'", allocator="zzz")
     refused(*map(repr, SCORERS), scorer="zzz")
     refused("'gamma', 'kernel'", scorer_params={"zzz": 1})
     refused("'budget', 'budget_bounds', 'compress'", raw={"zzz": 1})

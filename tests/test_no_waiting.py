@@ -18,6 +18,7 @@ MORE = {
     "d2o, heads scaled": {"compress": "d2o", "allocator_params": {"norm": "head_minmax"}},
     "chunks reused": {"compress": "chunkkv", "selector_params": {"reuse": 3, "shared": False}},
     "shared": {"compress": "cake", "selector_params": {"shared": True}},
+    "global": {"compress": "snapkv", "allocator": "global"},
     "chunks of cake": {"compress": "cake", "selector": "chunks"},
 }
 SETTINGS = {**{name: {"compress": name} for name in PRESETS}, **MORE}

@@ -11,6 +11,7 @@ from vllm_kvcompress.policies.allocators import ALLOCATORS
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.allocators.d2o import D2O
 from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.policies.allocators.highest import Global
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.base import Reads
@@ -61,13 +62,14 @@ def test_names():
         "pyramid": Pyramid,
         "cake": Cake,
         "dynamickv": DynamicKV,
+        "global": Global,
         "d2o": D2O,
     }
     assert [a.reads for a in ALLOCATORS.values()] == [
         *(Reads.NOTHING, Reads.NOTHING, Reads.WINDOW | Reads.VARIANCE),
-        *(Reads.SCORES, Reads.COLUMN_SUMS),
+        *(Reads.SCORES, Reads.SCORES, Reads.COLUMN_SUMS),
     ]
-    assert [a.exact_ratio for a in ALLOCATORS.values()] == [False, False, False, False, True]
+    assert [name for name, a in ALLOCATORS.items() if a.exact_ratio] == ["d2o"]
 
 
 @prop

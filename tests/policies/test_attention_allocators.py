@@ -1,4 +1,4 @@
-"""CAKE, DynamicKV and D2O: docs/methods.md 2.3 to 2.5."""
+"""CAKE, DynamicKV, D2O and global budgets: docs/methods.md 2.3 to 2.6."""
 
 import math
 
@@ -13,7 +13,8 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.allocators.d2o import D2O
-from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV, count_highest
+from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.policies.allocators.highest import Global, count_highest, ranked, shares
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -77,15 +78,16 @@ def test_dynamickv_updates_after_the_last_layer_too(layers):
 
 def test_count_highest():
     scores = torch.tensor([[[3.0, 1.0, 1.0]], [[1.0, 2.0, torch.nan]]])
-    assert [count_highest(scores, keep).tolist() for keep in range(7)] == [
+    assert [count_highest(ranked(scores), keep).tolist() for keep in range(7)] == [
         *([0, 0], [1, 0], [1, 1], [2, 1], [3, 1], [3, 2], [3, 3])
     ]
 
 
 @pytest.mark.parametrize("stats", [None, LayerStats(), LayerStats(scores=torch.zeros(3, 1, 92))])
-def test_dynamickv_needs_scores(stats):
-    with pytest.raises(ValueError, match="scores of 2 layers"):
-        DynamicKV().allocate(prompt(2, 20, 8, 100), stats)
+def test_allocators_by_scores_need_them(stats):
+    for allocator, name in ((DynamicKV(), "dynamickv"), (Global(), "global")):
+        with pytest.raises(ValueError, match=f"{name} needs the scores of 2 layers"):
+            allocator.allocate(prompt(2, 20, 8, 100), stats)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +181,84 @@ def test_d2o_needs_variances(stats):
 def test_d2o_refuses(params, message):
     with pytest.raises(ConfigError, match=message):
         D2O(**params)
+
+
+# -- global -----------------------------------------------------------------------------------
+
+
+def globally(scores, base, window=8):
+    scores = torch.as_tensor(scores, dtype=torch.float32)
+    layers, _, past = scores.shape
+    stats = LayerStats(scores=scores)
+    return Global().allocate(prompt(layers, base + window, window, past + window), stats).tolist()
+
+
+def test_global_worked_example():
+    """The first of docs/methods.md 2.6; in the last the lower layer has the ties."""
+    assert globally([[[4, 3, 1, 0]], [[3, 1, 1, 1]]], 2) == [2, 2]
+    assert globally([[[4, 3, 1, 0]], [[9, 9, 9, 9]]], 1) == [2, 0]
+    assert globally([[[9, 9, 9, 9]], [[4, 3, 1, 0]]], 2) == [2, 2]
+    assert globally([[[9, 9, 9, 9]], [[9, 9, 9, 9]]], 1) == [2, 0]
+
+
+@prop
+@given(
+    st.integers(1, 13),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(0, 999),
+)
+def test_global_equals_the_reference(layers, heads, past, levels, odd, seed):
+    """Few score levels: ties cross heads and layers, the lower layer counts first."""
+    rng = np.random.RandomState(seed)
+    scores = rng.randint(0, 3**levels, (layers, heads, past)).astype(np.float32)
+    scores *= 2.0 ** rng.randint(-30, 30, (layers, 1, 1))
+    for value in (math.inf, math.nan)[:odd]:
+        scores[rng.random_sample(scores.shape) < 0.1] = value
+    base = rng.randint(1, past + 1)
+    got = globally(scores, base)
+    assert got == ref.global_budgets(list(scores), base, past)
+    assert all(0 <= b <= past for b in got)
+    assert sum(got) == layers * base
+
+
+@prop
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 30), st.integers(0, 999))
+def test_global_budgets_are_what_a_ranking_over_all_layers_keeps(layers, heads, past, seed):
+    """To a token: the mean over the heads of a layer of how many of the best are its own."""
+    scores = np.random.RandomState(seed).standard_exponential((layers, heads, past))
+    scores = scores.astype(np.float32)
+    base = past // 2 + 1
+    normal = scores / scores.sum((1, 2), keepdims=True)
+    best = np.sort(normal.ravel())[-layers * base * heads]
+    for budget, layer in zip(globally(scores, base), normal, strict=True):
+        assert abs(budget - (layer >= best).sum() / heads) < 1 + 1e-6
+
+
+def test_global_does_not_depend_on_a_layers_scale():
+    scores = torch.rand(5, 2, 60, generator=torch.Generator().manual_seed(3))
+    scaled = scores * torch.tensor([1.0, 2.0**-60, 2.0**60, 8.0, 0.5]).view(-1, 1, 1)
+    assert globally(scaled, 20) == globally(scores, 20)
+
+
+def test_global_over_scores_that_are_no_numbers():
+    """+inf is kept whatever it is beside; NaN and -inf rank last, behind a layer of zeros."""
+    inf, nan = math.inf, math.nan
+    layers = [[[inf, 1.0, 3.0]], [[nan, 1.0, -inf]], [[0.0, 0.0, 0.0]], [[inf, inf, nan]]]
+    expected = [[inf, 0.25, 0.75], [-inf, 1, -inf], [0, 0, 0], [inf, inf, -inf]]
+    assert shares(torch.tensor(layers))[:, 0].tolist() == expected
+    # +inf three times, then 1 and 0.75, 0.25, three zeros
+    assert globally(layers, 1) == [1, 1, 0, 2]
+    assert globally(layers, 2) == [3, 1, 2, 2]
+    assert globally(torch.full((3, 2, 5), nan), 2) == [5, 1, 0]
+
+
+@pytest.mark.parametrize("huge", [3e38, 1e-42])
+def test_global_over_sums_that_float32_does_not_hold(huge):
+    """A sum beyond float32 is no infinity and one below is no zero: nothing becomes NaN."""
+    found = shares(torch.tensor([[[huge, huge, 0.0]], [[2.0, 1.0, 1.0]]]))
+    assert torch.isfinite(found).all()
+    assert found[0, 0, 0] > found[0, 0, 2] == 0
+    assert sum(globally(torch.full((2, 1, 3), huge), 2)) == 4

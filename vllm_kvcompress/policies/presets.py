@@ -53,6 +53,8 @@ PRESETS: Mapping[str, Preset] = {
 CUSTOM = "custom"
 METHODS = ("off", *PRESETS, CUSTOM)
 CAOTES = frozenset({"caote", "fastcaote"})
+_ALIKE_IN_EVERY_LAYER = {"streamingllm": "ranks by position", "random": "ranks at random"}
+"""Scorers that cannot tell one layer from another, and why."""
 
 
 def usual_window(allocator: str, scorer: str, base: str) -> int:
@@ -71,12 +73,11 @@ def refuse_nonsense(names: Preset) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    blind = {"streamingllm": "ranks by position", "random": "ranks at random"}
-    if names.allocator == "dynamickv" and names.scorer in blind:
+    if names.allocator in {"dynamickv", "global"} and names.scorer in _ALIKE_IN_EVERY_LAYER:
         raise ConfigError(
-            "allocator 'dynamickv' compares scores between layers, but scorer"
-            f" {names.scorer!r} {blind[names.scorer]}; choose a scorer that reads attention, or"
-            " allocator 'uniform'"
+            f"allocator {names.allocator!r} compares scores between layers, but scorer"
+            f" {names.scorer!r} {_ALIKE_IN_EVERY_LAYER[names.scorer]}; choose a scorer that reads"
+            " attention, or allocator 'uniform'"
         )
     if names.selector != "topk" and names.scorer == "streamingllm":
         raise ConfigError(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.allocators.d2o import D2O
 from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.policies.allocators.highest import Global
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.base import Allocator
@@ -14,5 +15,6 @@ ALLOCATORS: Mapping[str, type[Allocator]] = {
     "pyramid": Pyramid,
     "cake": Cake,
     "dynamickv": DynamicKV,
+    "global": Global,
     "d2o": D2O,
 }

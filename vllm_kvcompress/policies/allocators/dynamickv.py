@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import LayerStats, Prompt
+from vllm_kvcompress.policies.allocators.highest import count_highest, ranked, scores_of
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.budgets import apportion
 
@@ -52,9 +53,7 @@ class DynamicKV:
         It is less where the caps that earlier updates left hold less. Rounding to pages makes up
         the total then, and may go beyond B_max in doing so.
         """
-        scores = None if stats is None else stats.scores
-        if scores is None or len(scores) != prompt.num_layers:
-            raise ValueError(f"dynamickv needs the scores of {prompt.num_layers} layers")
+        scores = ranked(scores_of("dynamickv", stats, prompt.num_layers))
         base, past = min(prompt.base, prompt.past), prompt.past
         limit = min(int(self.r_max * base), past)
         stages = self.stages(prompt.num_layers)
@@ -77,24 +76,3 @@ class DynamicKV:
         shares = apportion(counts[:-1], total, limits[1:].where(known, 0))
         caps = torch.cat([shares.where(known, limit), limits[:1]]).amin(0)
         return apportion(counts[-1], total, caps)
-
-
-def count_highest(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """How many of the `keep` highest entries lie in each layer, ties to the lower layer.
-
-    Args:
-        scores: ``[n, Hkv, P]``; NaN ranks last.
-        keep: entries in all; at most all of them are counted.
-
-    Returns:
-        ``[n]`` int64.
-    """
-    flat = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
-    if keep >= flat.numel():
-        return torch.full((len(flat),), flat.shape[1], device=flat.device)
-    if keep <= 0:
-        return torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
-    boundary = flat.flatten().kthvalue(flat.numel() - keep + 1).values
-    above, level = (flat > boundary).sum(1), (flat == boundary).sum(1)
-    room = (keep - above.sum() - level.cumsum(0) + level).clamp(min=0)
-    return above + torch.minimum(level, room)
