@@ -27,6 +27,13 @@ def column_sums(q, k):
     return attention(q, k, range(tokens)).sum(1)
 
 
+def column_means(q, k):
+    """Of each column, over the rows that see it."""
+    tokens = k.shape[1]
+    a = attention(q, k, range(tokens))
+    return np.stack([a[:, j:, j].mean(1) for j in range(tokens)], axis=1)
+
+
 def pool(x, kind, kernel):
     half, out = kernel // 2, np.empty_like(x)
     for j in range(x.shape[-1]):
@@ -77,8 +84,9 @@ def cake(q, k, v, w, gamma=200.0, kernel=5):
     return over_group(pool(a.mean(1) + gamma * a.var(1, ddof=1), "avg", kernel), len(k))
 
 
-def h2o(q, k, v, w):
-    return over_group(column_sums(q, k), len(k))[:, : k.shape[1] - w]
+def h2o(q, k, v, w, per_query=False):
+    columns = column_means(q, k) if per_query else column_sums(q, k)
+    return over_group(columns, len(k))[:, : k.shape[1] - w]
 
 
 def tova(q, k, v, w):
@@ -93,12 +101,12 @@ def streamingllm(q, k, v, w):
     return np.tile(row, (len(k), 1))
 
 
-def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean"):
+def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean", per_query=False):
     tokens, group = k.shape[1], len(q) // len(k)
     if base == "tova":
         h = attention(q, k, [tokens - 1])[:, 0]
     elif base == "h2o":
-        h = column_sums(q, k)
+        h = column_means(q, k) if per_query else column_sums(q, k)
     elif aggregate == "mean":
         h = attention(q, k, range(tokens - w, tokens)).mean(1)
         h[:, : tokens - w] = pool(h[:, : tokens - w], "max", 7)
@@ -209,7 +217,7 @@ def global_budgets(scores, base, past):
 
 
 def d2o_budgets(sums, total, tokens, norm="layer_minmax", floor=8):
-    """`sums`: per layer ``[Hq, S]``."""
+    """`sums`: per layer ``[Hq, S]``; or the means."""
     v = [c.var(-1, ddof=1) for c in sums]
     if norm == "head_minmax":
         v = [(x - x.min()) / (x.max() - x.min() + 1e-6) for x in v]

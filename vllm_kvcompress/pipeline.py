@@ -18,6 +18,7 @@ from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns, LayerStats, PagedValues, PagePlan
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.policies.budgets import round_to_pages
+from vllm_kvcompress.policies.scorers.accumulated import column_means
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +124,9 @@ class Method:
             if Reads.VARIANCE in self.allocator.reads:
                 entropy, shift = window.entropy, window.shift
         if Reads.COLUMN_SUMS in self.allocator.reads and sums is not None:
+            means = Reads.COLUMN_MEANS in self.allocator.reads
             # The sample variance, as in the code of D2O's authors.
-            column_variance = sums.var(-1)
+            column_variance = (column_means(sums) if means else sums).var(-1)
         scored = self.selector.source(where.layer) == where.layer
         scored = scored or Reads.SCORES in self.allocator.reads
         return Observed(

@@ -54,8 +54,8 @@ class LayerStats:
         entropy: ``[N]``, ``H = -sum A log A`` over heads, window rows and past columns (CAKE).
         shift: ``[N]``, ``V = sum Var_i A`` over heads and past columns, ddof 1 (CAKE).
         column_variance: ``[N, Hq]``, the variance over positions of the column sums of the whole
-            causal attention, ddof 1 (D2O).
-        scores: ``[N, Hkv, P]`` float32 scores of the past tokens (DynamicKV).
+            causal attention, or of their means, ddof 1 (D2O).
+        scores: ``[N, Hkv, P]`` float32 scores of the past tokens (DynamicKV, global).
     """
 
     entropy: torch.Tensor | None = None

@@ -65,7 +65,7 @@ def test_names():
         "global": Global,
         "d2o": D2O,
     }
-    assert [a.reads for a in ALLOCATORS.values()] == [
+    assert [a().reads for a in ALLOCATORS.values()] == [
         *(Reads.NOTHING, Reads.NOTHING, Reads.WINDOW | Reads.VARIANCE),
         *(Reads.SCORES, Reads.SCORES, Reads.COLUMN_SUMS),
     ]

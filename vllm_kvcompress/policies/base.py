@@ -28,6 +28,8 @@ class Reads(enum.Flag):
     """That maximum of pooled rows; to be asked for together with MAXIMUM."""
     COLUMN_SUMS = enum.auto()
     """Column sums of the whole causal attention: every token of the prompt must be computed."""
+    COLUMN_MEANS = enum.auto()
+    """Their means over the queries that see a token, beside COLUMN_SUMS (allocators only)."""
     VALUES = enum.auto()
     """The cached values."""
     SCORES = enum.auto()
@@ -37,9 +39,11 @@ class Reads(enum.Flag):
 class Allocator(Protocol):
     """Gives each layer its share of the budget."""
 
-    reads: ClassVar[Reads]
     exact_ratio: ClassVar[bool]
     """Whether a ratio is rounded once over all layers, instead of down in each."""
+
+    @property
+    def reads(self) -> Reads: ...
 
     def allocate(self, prompt: Prompt, stats: LayerStats | None) -> torch.Tensor:
         """Past tokens to keep in each layer: ``[N]`` int64 in [0, P] with sum `prompt.past_total`.

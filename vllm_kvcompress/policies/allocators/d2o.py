@@ -28,20 +28,26 @@ class D2O:
         floor: fewest tokens in a layer (8; the authors' code has 1 % of the prompt).
         skip_layers: layers that keep every token as far as the budget goes, counted from the end
             when negative; ``[0, 1, -1]`` in the authors' code. Their tokens come off the total.
+        per_query: take the variance of the columns' means over the rows that see them. It is the
+            allocator's own: scorer `h2o` has a parameter of that name for the ranking.
     """
 
-    reads: ClassVar[Reads] = Reads.COLUMN_SUMS
     exact_ratio: ClassVar[bool] = True
 
     norm: str = "layer_minmax"
     floor: int = 8
     skip_layers: tuple[int, ...] = ()
+    per_query: bool = False
 
     def __post_init__(self) -> None:
         if self.norm not in NORMS:
             raise ConfigError(f"d2o.norm must be one of {list(NORMS)}, got {self.norm!r}")
         if self.floor < 0:
             raise ConfigError(f"d2o.floor must be a whole number >= 0, got {self.floor}")
+
+    @property
+    def reads(self) -> Reads:
+        return Reads.COLUMN_SUMS | (Reads.COLUMN_MEANS if self.per_query else Reads.NOTHING)
 
     def densities(self, variance: torch.Tensor) -> torch.Tensor:
         """``[N]`` float64 ``F_l``, scaled as `norm` says, of column variances ``[N, Hq]``."""

@@ -11,6 +11,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import aggregates, pooling
+from vllm_kvcompress.policies.scorers.accumulated import column_means
 
 BASES = {"snapkv": Reads.WINDOW, "tova": Reads.WINDOW, "h2o": Reads.COLUMN_SUMS}
 REDUCTIONS = ("mean", "l2")
@@ -34,6 +35,7 @@ class Caote:
         pooling: of SnapKV's past, "max" or "avg".
         kernel: pooling width in tokens, odd.
         aggregate: of SnapKV's rows, "mean", "max" or "defensive" (`aggregates`).
+        per_query: of H2O's columns, the means and not the sums (`column_means`).
     """
 
     fast: ClassVar[bool] = False
@@ -43,6 +45,7 @@ class Caote:
     pooling: str = "max"
     kernel: int = 7
     aggregate: str = "mean"
+    per_query: bool = False
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -57,6 +60,11 @@ class Caote:
             raise ConfigError(
                 f"caote.aggregate={self.aggregate!r} is over the rows of SnapKV's window, and base"
                 f" {self.base!r} has none; set base to snapkv, or remove aggregate"
+            )
+        if self.per_query and self.base != "h2o":
+            raise ConfigError(
+                f"caote.per_query is for base 'h2o', and the base is {self.base!r}; set base to"
+                " 'h2o', or remove per_query"
             )
 
     @property
@@ -73,7 +81,8 @@ class Caote:
         if self.base == "tova" and columns.last is not None:
             return columns.last
         if self.base == "h2o" and columns.sums is not None:
-            return columns.sums / columns.sums.sum(-1, keepdim=True)
+            seen = column_means(columns.sums) if self.per_query else columns.sums
+            return seen / seen.sum(-1, keepdim=True)
         if self.base == "snapkv" and columns.total is not None and columns.recent is not None:
             lines, kind, kernel = len(columns.total), self.pooling, self.kernel
             past = aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
