@@ -33,7 +33,7 @@ class Scored:
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self._windows: dict[tuple[int, Reads], list[WindowScores]] = {}
+        self._windows: dict[tuple[int, bool], list[WindowScores]] = {}
         self._observed: dict[tuple[Any, ...], list[Observed]] = {}
 
     def places(self) -> list[PagedLayer]:
@@ -73,7 +73,9 @@ class Scored:
     ) -> list[WindowScores]:
         if Reads.WINDOW not in reads:
             return []
-        key = (plan.window, reads & asked_of_window())
+        # A maximum of pooled rows is another figure; whatever else a scorer reads lies side by side.
+        pooled = Reads.POOLED in reads
+        key = (plan.window, pooled)
         if key not in self._windows:
             self._windows[key] = [
                 window_scores(
@@ -82,7 +84,9 @@ class Scored:
                     place.pages,
                     plan.tokens,
                     place.scale,
-                    **window_arguments(reads),
+                    variance=plan.window > 1,
+                    maximum=True,
+                    pooled=pooled,
                 )
                 for place in places
             ]
@@ -125,15 +129,6 @@ class Scored:
             keys.append(k)
             values.append(v)
         return Kept(keys=keys, values=values, tokens=sum(counts))
-
-
-def asked_of_window() -> Reads:
-    """Flags that change what `window_scores` returns."""
-    return Reads.VARIANCE
-
-
-def window_arguments(reads: Reads) -> dict[str, Any]:
-    return {"variance": Reads.VARIANCE in reads}
 
 
 def merge_arguments(method: Method) -> dict[str, Any]:
