@@ -89,3 +89,13 @@ def test_an_aliass_budget_counts_for_a_method_that_is_asked_for_under_it():
     own = settings_for(engine, {"kv_alias": "most", "kv_compress": "d2o"})
     assert (own.compress, own.budget) == ("d2o", 0.9)
     assert extra_bytes(SIZES, own) <= extra_bytes(SIZES, engine)
+
+
+@pytest.mark.parametrize("aggregate", ["max", "defensive"])
+def test_a_maximum_is_one_map_more(aggregate):
+    plain, more = (
+        CompressionConfig.parse({"compress": "snapkv", "budget": 0.2, "scorer_params": params})
+        for params in ({}, {"aggregate": aggregate})
+    )
+    one_map = SIZES.heads * SIZES.longest * 4
+    assert extra_bytes(SIZES, more) - extra_bytes(SIZES, plain) == one_map

@@ -18,11 +18,16 @@ SHOWN = {
     "nothing": (Reads.NOTHING, set()),
     "window": (Reads.WINDOW, {"total", "recent", "last"}),
     "variance": (Reads.WINDOW | Reads.VARIANCE, {"total", "variance", "recent", "last"}),
+    "maximum": (Reads.WINDOW | Reads.MAXIMUM, {"total", "recent", "last", "maximum"}),
+    "pooled": (
+        Reads.WINDOW | Reads.MAXIMUM | Reads.POOLED,
+        {"total", "recent", "last", "maximum"},
+    ),
     "column_sums": (Reads.COLUMN_SUMS, {"sums"}),
     "values": (Reads.VALUES, {"values"}),
     "all": (
-        Reads.WINDOW | Reads.VARIANCE | Reads.COLUMN_SUMS | Reads.VALUES,
-        {"total", "variance", "recent", "last", "sums", "values"},
+        ~Reads.NOTHING,
+        {"total", "variance", "recent", "last", "maximum", "sums", "values"},
     ),
 }
 
@@ -48,7 +53,7 @@ def test_a_scorer_is_shown_what_it_reads_and_nothing_else(monkeypatch, reads):
         reads: ClassVar[Reads] = asked
 
         def score(self, columns):
-            fields = ("total", "variance", "recent", "last", "sums", "values")
+            fields = ("total", "variance", "recent", "last", "maximum", "sums", "values")
             shown.append({name for name in fields if getattr(columns, name) is not None})
             return torch.zeros(columns.num_kv_heads, columns.past)
 

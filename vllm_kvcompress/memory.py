@@ -79,7 +79,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 
     One prompt of the longest length, since prompts are packed one after the other: float32
     scores ``[L, Hkv, S]``, once per layer and once stacked, int32 positions of the same size, what
-    one layer's attention is reduced to (four maps ``[Hq, S]``), column sums ``[L, Hq, S]`` where
+    one layer's attention is reduced to (four maps ``[Hq, S]``, and a fifth where the method reads
+    a maximum), column sums ``[L, Hq, S]`` where
     the method reads them, and the staging buffer of a prompt that is packed in place (one KV
     head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
     ``[L, w, Hq, D]`` of several prompts, and once more as the layers that are scored together
@@ -88,12 +89,14 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """
     layers, longest, dim = sizes.layers, sizes.longest, sizes.head_dim
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
-    maps = 4 * sizes.heads * longest * _FLOAT
     variants = settings.variants
+    every_read = [method_of(variant).reads for variant in variants]
+    maximum = any(Reads.MAXIMUM in reads for reads in every_read)
+    maps = (4 + maximum) * sizes.heads * longest * _FLOAT
     window = max(variant.resolved_window for variant in variants)
     queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
-    if not any(Reads.COLUMN_SUMS in method_of(variant).reads for variant in variants):
+    if not any(Reads.COLUMN_SUMS in reads for reads in every_read):
         sums = 0
     return sizes.table_bytes + scores + maps + queries + sums + _staged(sizes, settings)
 

@@ -42,10 +42,10 @@ def columns(maximum, kv_heads, w):
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize("shape", [(2, 4, 2, 90, 8), (1, 3, 1, 600, 4), (1, 2, 2, 37, 4)])
 def test_equals_the_reference(scorer, aggregate, shape):
-    w, budget = 32, 35
+    w = 32
     q, k, v = inputs(*shape, sink=1.5, seed=shape[3])
     policy = {"scorer": scorer, "window": w, "scorer_params": {"aggregate": aggregate}}
-    got = compress(q, k, v, policy=policy, budget=budget)
+    got = compress(q, k, v, policy=policy, budget=35)
     for layer, found in enumerate(got.scores):
         exact = (x[layer].double().numpy() for x in (q, k, v))
         if scorer == "snapkv":
@@ -53,6 +53,32 @@ def test_equals_the_reference(scorer, aggregate, shape):
         else:
             want = ref.caote(*exact, w, fast=scorer == "fastcaote", aggregate=aggregate)
         np.testing.assert_allclose(found[:, : shape[3] - w], want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_value_norms_equal_the_reference(aggregate, page_size):
+    w = 32
+    q, k, v = inputs(2, 4, 2, 90, 8, seed=6)
+    v[:, 1, 3] = 0.0
+    params = {"aggregate": aggregate, "value_norm": True}
+    policy = {"scorer": "snapkv", "window": w, "scorer_params": params}
+    got = compress(q, k, v, policy=policy, budget=40, page_size=page_size)
+    for layer, found in enumerate(got.scores):
+        exact = (x[layer].double().numpy() for x in (q, k, v))
+        want = ref.snapkv(*exact, w, aggregate=aggregate, value_norm=True)
+        free = ~torch.isinf(found)
+        assert free[:, :58].all()
+        np.testing.assert_allclose(found[:, :58], want, rtol=1e-4, atol=1e-6)
+        assert found[1, 3] == 0
+
+
+def test_values_that_are_all_zero_are_no_reason_to_choose():
+    q, k, v = inputs(1, 2, 1, 90, 8)
+    policy = {"compress": "snapkv", "scorer_params": {"value_norm": True}}
+    got = compress(q, k, torch.zeros_like(v), policy=policy, budget=40)
+    assert (got.scores[0][:, :58] == 0).all()
+    assert got.positions[0][0].tolist() == [*range(8), *range(58, 90)]
 
 
 def test_aggregates_rank_apart():
@@ -149,6 +175,7 @@ def test_reads():
     asked = {"mean": window, "max": window | maximum, "defensive": window | maximum | pooled}
     assert {x: SnapKV(aggregate=x).reads for x in AGGREGATES} == asked
     assert {x: Caote(aggregate=x).reads & ~Reads.VALUES for x in AGGREGATES} == asked
+    assert SnapKV(value_norm=True).reads == window | Reads.VALUES
     assert Caote(base="h2o").reads == Reads.COLUMN_SUMS | Reads.VALUES
     assert Caote(base="tova").reads == Reads.WINDOW | Reads.VALUES
 
@@ -178,6 +205,12 @@ def test_a_pooling_that_defensive_would_not_do_is_refused(scorer, given):
 def test_a_presets_own_kernel_stands_beside_defensive():
     policy = {"compress": "chunkkv", "scorer_params": {"aggregate": "defensive"}}
     assert CompressionConfig.parse(policy).build_scorer() == SnapKV(aggregate="defensive", kernel=1)
+
+
+def test_a_value_norm_needs_the_values():
+    shown = replace(Columns(num_kv_heads=1, past=2, device=CPU), total=torch.ones(1, 2))
+    with pytest.raises(ValueError, match="value_norm needs the cached values"):
+        SnapKV(value_norm=True).score(shown)
 
 
 @pytest.mark.parametrize("scorer", [SnapKV, Caote])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcompress_kernels.value_norms import value_norms
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.scorers import aggregates, pooling
@@ -23,11 +24,14 @@ class SnapKV:
         kernel: pooling width in tokens, odd.
         aggregate: over the window's rows and the KV head's query heads: "mean", or "max" or
             "defensive", which are not SnapKV's (`aggregates`). The last is not pooled again.
+        value_norm: multiply the scores by ``|v_j|_1`` over its sum over the KV head's past, which
+            is not SnapKV's either: DefensiveKV does it (Feng et al. 2025, arXiv:2510.13334).
     """
 
     pooling: str = "max"
     kernel: int = 7
     aggregate: str = "mean"
+    value_norm: bool = False
 
     def __post_init__(self) -> None:
         pooling.check("snapkv", self.pooling, self.kernel)
@@ -35,7 +39,8 @@ class SnapKV:
 
     @property
     def reads(self) -> Reads:
-        return aggregates.AGGREGATES[self.aggregate]
+        values = Reads.VALUES if self.value_norm else Reads.NOTHING
+        return aggregates.AGGREGATES[self.aggregate] | values
 
     @property
     def unused(self) -> Mapping[str, str]:
@@ -44,4 +49,15 @@ class SnapKV:
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         lines, kind, kernel = columns.num_kv_heads, self.pooling, self.kernel
-        return aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
+        scores = aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
+        return scores * self._value_shares(columns) if self.value_norm else scores
+
+    @staticmethod
+    def _value_shares(columns: Columns) -> torch.Tensor:
+        """``[Hkv, P]`` float32, rows of sum 1; 0 where all values of a KV head are."""
+        values = columns.values
+        if values is None:
+            raise ValueError("snapkv with value_norm needs the cached values; got none")
+        norms = value_norms(values.value_pages, values.pages, values.tokens)[:, : columns.past]
+        total = norms.sum(-1, keepdim=True, dtype=torch.float64).float()
+        return norms / total.clamp_min(torch.finfo(total.dtype).tiny)
