@@ -217,6 +217,94 @@ def doctor(
     )
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def compare(
+    context: typer.Context,
+    url: Annotated[str | None, URL] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="FOLDER",
+            help="Start a server for this model, and end it; flags of vllm serve may follow --.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Your own, a line of JSON each."),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", metavar="NAMES", help="Built-in ones, commas between them."),
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a task's prompt, at most.")] = 4096,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 150,
+    question: Annotated[str, typer.Option(help="Of a task: last or first in its prompt.")] = "last",
+    seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,
+    methods: Annotated[
+        str, typer.Option(metavar="NAMES", help="To compare, commas between them.")
+    ] = "cake,snapkv",
+    budgets: Annotated[
+        str, typer.Option(metavar="BUDGETS", help="To compare, commas between them.")
+    ] = "0.5,0.2,0.1",
+    max_drop: Annotated[
+        float, typer.Option(help="Loss that you accept, in (0, 1), with 95 % confidence.")
+    ] = 0.02,
+    by: Annotated[
+        str | None,
+        typer.Option(help="Loss of score, agreement or similarity; score where answers are known."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of an answer, where a prompt does not say it.")
+    ] = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 2,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where it writes, and goes on from.")
+    ] = Path("kvcompress-compare"),
+    keep_text: Annotated[
+        bool, typer.Option("--keep-text", help="Also keep prompts and answers there.")
+    ] = False,
+    kl: Annotated[bool, typer.Option("--kl/--no-kl", help="Compare what is likely, too.")] = True,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds without a word from the server.")
+    ] = 600.0,
+    api_key: Annotated[str | None, KEY] = None,
+    as_json: Annotated[bool, AS_JSON] = False,
+) -> None:
+    """Which method and budget your own prompts take. With --url it needs no vLLM.
+
+    Exits with 0 when one is within --max-drop, 1 when none is, 2 on wrong usage and where the
+    server is lost, 130 when interrupted. What was done is kept.
+    """
+    from vllm_kvcompress.commands import compare as command
+
+    command.run(
+        command.Request(
+            url=url,
+            model=model,
+            arguments=tuple(context.args),
+            prompts=prompts,
+            tasks=tasks,
+            length=length,
+            count=count,
+            question=_one_of("--question", question, ("last", "first")),
+            seed=seed,
+            methods=methods,
+            budgets=budgets,
+            max_drop=max_drop,
+            by=None if by is None else _one_of("--by", by, ("score", "agreement", "similarity")),
+            max_tokens=max_tokens,
+            concurrency=concurrency,
+            out=out,
+            keep_text=keep_text,
+            kl=kl,
+            api_key=api_key,
+            timeout_s=timeout,
+        ),
+        as_json=as_json,
+    )
+
+
 @app.command()
 def health(
     url: Annotated[str, URL] = "http://127.0.0.1:8000",
@@ -234,8 +322,8 @@ def health(
     api_key: Annotated[str | None, KEY] = None,
 ) -> None:
     """One sentence and status 0 or 1, for a container's health check. Needs no vLLM."""
-    from vllm_kvcompress.commands.exposition import Host
     from vllm_kvcompress.commands.health import health as ask
+    from vllm_kvcompress.exposition import Host
 
     ok, sentence = ask(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
     typer.echo(sentence)
@@ -273,6 +361,12 @@ def _on_or_off(text: str | None) -> bool | None:
     if text not in (None, "on", "off"):
         _wrong(f"--expect must be on or off, got {text!r}")
     return None if text is None else text == "on"
+
+
+def _one_of(flag: str, text: str, allowed: tuple[str, ...]) -> Any:
+    if text not in allowed:
+        _wrong(f"{flag} must be one of {', '.join(allowed)}, got {text!r}")
+    return text
 
 
 def _print_json(found: dict[str, Any]) -> None:

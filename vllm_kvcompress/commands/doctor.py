@@ -11,7 +11,6 @@ from rich.text import Text
 
 from vllm_kvcompress.checks import Check, Report, Tell
 from vllm_kvcompress.commands import child, server_probe
-from vllm_kvcompress.commands.exposition import Host
 from vllm_kvcompress.commands.kept_picture import require_matplotlib, save_picture
 from vllm_kvcompress.commands.kept_text import show_kept
 from vllm_kvcompress.commands.model_shape import looks_like_hub_id
@@ -19,6 +18,7 @@ from vllm_kvcompress.commands.plan import with_method
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.demo.text import QUESTION, english
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.exposition import Host
 from vllm_kvcompress.kept import KeptMap
 from vllm_kvcompress.parsing import parse_budget
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_kvcompress.checks import Check, Report, Tell
-from vllm_kvcompress.commands.exposition import PREFIX, Host, Metrics, Unreachable, error_message
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.exposition import PREFIX, Host, Metrics, Unreachable, error_message
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.probe_prompt import Limits
 

@@ -24,6 +24,20 @@ class Unreachable(KVCompressError, OSError):
     """The server does not answer at all."""
 
 
+class Refused(Unreachable):
+    """The server answered, and not with what was asked for.
+
+    Args:
+        path: what was asked.
+        status: of its answer.
+        reason: the sentence in it.
+    """
+
+    def __init__(self, path: str, status: int, reason: str) -> None:
+        super().__init__(f"{path} answered {status}: {reason}")
+        self.status, self.reason = status, reason
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One line of a metrics page."""
@@ -123,12 +137,12 @@ class Host:
         """Events of a streaming answer, each as it comes.
 
         Raises:
-            Unreachable: the server refused, or an event says that it failed; with what it said.
+            Refused: it answered with another status than 200.
+            Unreachable: an event says that it failed, with what it said; or it broke off.
         """
         with self._open(path, body, timeout_s) as answer:
             if answer.status != 200:
-                message = error_message(self._read(answer))
-                raise Unreachable(f"{path} answered {answer.status}: {message}")
+                raise Refused(path, answer.status, error_message(self._read(answer)))
             for text in self._lines(answer):
                 if not text or text == "[DONE]":
                     continue

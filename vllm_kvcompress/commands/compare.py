@@ -1,0 +1,283 @@
+"""``kvcompress compare``: which method and budget an operator's own traffic takes."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vllm_kvcompress.compare import prompts, server
+from vllm_kvcompress.compare.client import Cell, Client
+from vllm_kvcompress.compare.comparison import Comparison
+from vllm_kvcompress.compare.picture import save_picture
+from vllm_kvcompress.compare.report import ANSWERS, CACHES, Column, Report, markdown
+from vllm_kvcompress.compare.summary import By
+from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
+from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.exposition import Host, Refused
+from vllm_kvcompress.parsing import parse_budget
+from vllm_kvcompress.policies.base import choose
+from vllm_kvcompress.policies.presets import PRESETS
+
+_INTERRUPTED = 130
+_LETTERS_PER_TOKEN = 4
+"""Of English, where no tokenizer can be asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed.
+
+    Args:
+        model: a folder to start a server for; None with `url`.
+        arguments: further flags of ``vllm serve``, for a folder.
+        methods, budgets, tasks: names and numbers with commas between them.
+        length, count, question: of the tasks' prompts.
+        max_tokens: of answers to prompts that do not say it.
+        out: folder of the run.
+    """
+
+    url: str | None
+    model: Path | None
+    arguments: Sequence[str]
+    prompts: Path | None
+    tasks: str | None
+    length: int
+    count: int
+    question: Literal["last", "first"]
+    seed: int
+    methods: str
+    budgets: str
+    max_drop: float
+    by: By | None
+    max_tokens: int
+    concurrency: int
+    out: Path
+    keep_text: bool
+    kl: bool
+    api_key: str | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if (self.url is None) == (self.model is None):
+            raise ConfigError("give one of --url and --model: a running server, or a folder")
+        if self.model is not None and not (self.model / "config.json").is_file():
+            raise ConfigError(
+                f"--model {self.model} must be a model's folder, with a config.json in it"
+            )
+        if self.url is not None and self.arguments:
+            raise ConfigError(
+                "flags of vllm serve are for a server of --model, and --url was given; remove"
+                f" {' '.join(self.arguments)}"
+            )
+        if (self.prompts is None) == (self.tasks is None):
+            raise ConfigError(f"give one of --prompts and --tasks; tasks are {', '.join(TASKS)}")
+        if not 0 < self.max_drop < 1:
+            raise ConfigError(f"--max-drop must be in (0, 1), got {self.max_drop:g}")
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Every method at every budget, as they were named.
+
+        Raises:
+            ConfigError: one is unknown, or budgets are of both kinds.
+        """
+        methods = _parts("--methods", self.methods)
+        for method in methods:
+            choose("method", PRESETS, method)
+        budgets = list(dict.fromkeys(parse_budget(b) for b in _parts("--budgets", self.budgets)))
+        if len({type(budget) for budget in budgets}) > 1:
+            raise ConfigError(
+                f"--budgets must be all ratios or all whole numbers of tokens, got {self.budgets};"
+                " the smallest of both kinds is none"
+            )
+        return [Cell(method=m, budget=b) for m in methods for b in budgets]
+
+    @property
+    def task_names(self) -> list[str]:
+        names = _parts("--tasks", self.tasks or "")
+        for name in names:
+            choose("task", TASKS, name)
+        return names
+
+
+def run(request: Request, *, as_json: bool) -> None:
+    """Compare, and write and print what was found.
+
+    Raises:
+        ConfigError: something was typed that means nothing here, or the server refuses it.
+        Unreachable: the server does not answer.
+        SystemExit: 1 where nothing can be recommended, 130 where it was interrupted, 2 where the
+            server was lost on the way. What was done is kept.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    own = [] if request.prompts is None else prompts.read_prompts(
+        request.prompts, max_tokens=request.max_tokens
+    )  # fmt: skip
+    cells = request.cells
+    names = request.task_names if request.tasks is not None else []
+    lost: KVCompressError | None = None
+    interrupted = False
+    with ExitStack() as stack:
+        comparison = stack.enter_context(
+            Comparison(cells, folder=request.out, keep_text=request.keep_text)
+        )
+        try:
+            client = Client(
+                host=Host(stack.enter_context(_server(request, cells, console)), request.api_key),
+                model="",
+                timeout_s=request.timeout_s,
+            )
+            served = comparison.look(client)
+            items = own or _built_in(request, names, served.client, comparison.notes)
+            comparison.begin(
+                items,
+                _settings(request, names, served.client.model),
+                kl=request.kl,
+                by=request.by,
+            )
+            _ask(comparison, request.concurrency, console)
+        except KeyboardInterrupt:
+            interrupted = True
+        except KVCompressError as e:
+            if not comparison.begun:
+                raise
+            lost = e
+        if not comparison.begun:
+            console.print("kvcompress: interrupted before anything was asked.")
+            raise SystemExit(_INTERRUPTED)
+        report = comparison.report(by=request.by, max_drop=request.max_drop)
+    _write(report, request.out, console)
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
+    else:
+        _show(report, request.out)
+    done = f"{comparison.done} of {comparison.total} are done and kept in {request.out}; the same"
+    done += " command goes on from there."
+    if lost is not None:
+        console.print(f"kvcompress: error: {lost} {done}")
+        raise SystemExit(2)
+    if interrupted:
+        console.print(f"kvcompress: interrupted; {done}")
+        raise SystemExit(_INTERRUPTED)
+    raise SystemExit(0 if report.recommendation.cell is not None else 1)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _server(request: Request, cells: Sequence[Cell], console: Console) -> Iterator[str]:
+    """The URL of the server to ask: the one that was named, or one that ends with this."""
+    if request.url is not None:
+        yield request.url
+        return
+    assert request.model is not None
+    log = request.out / "server.log"
+    console.print(f"Starting vllm serve {request.model}; its log is {log} ...")
+    with server.start(request.model, request.arguments, cells, log) as url:
+        yield url
+
+
+def _built_in(
+    request: Request, names: Sequence[str], client: Client, notes: list[str]
+) -> list[Item]:
+    def count_tokens(text: str, /) -> int:
+        return client.count_tokens(text)
+
+    def guess(text: str, /) -> int:
+        return len(text) // _LETTERS_PER_TOKEN
+
+    counting = count_tokens
+    try:
+        client.count_tokens("one two three")
+    except Refused:
+        counting = guess
+        notes.append(
+            "The server has no /tokenize: prompts are as long as --length at"
+            f" {_LETTERS_PER_TOKEN} letters a token, which is a guess."
+        )
+    return build_items(
+        names,
+        count=request.count,
+        tokens=request.length,
+        seed=request.seed,
+        question=request.question,
+        count_tokens=counting,
+    )
+
+
+def _settings(request: Request, names: Sequence[str], model: str) -> dict[str, Any]:
+    """What must be the same for figures to be put together."""
+    settings: dict[str, Any] = {"model": model, "concurrency": request.concurrency}
+    settings["kl"] = request.kl
+    if names:
+        settings["tasks"] = list(names)
+        settings |= {"length": request.length, "count": request.count, "seed": request.seed}
+        settings["question"] = request.question
+    return settings
+
+
+def _ask(comparison: Comparison, concurrency: int, console: Console) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    if comparison.done:
+        console.print(f"{comparison.done} of {comparison.total} are there already.")
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("asking", total=comparison.total, completed=comparison.done)
+        for cell in comparison.ask(concurrency):
+            progress.update(task, advance=1, description=str(cell))
+
+
+def _write(report: Report, folder: Path, console: Console) -> None:
+    (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    (folder / "report.md").write_text(markdown(report))
+    try:
+        save_picture(report, folder / "report.png")
+    except ImportError:
+        console.print("kvcompress: no picture: it needs matplotlib; run pip install matplotlib")
+    except OSError as e:
+        console.print(f"kvcompress: no picture: {e}")
+
+
+def _show(report: Report, folder: Path) -> None:
+    console = Console(highlight=False)
+    console.print(report.title, style="bold")
+    for columns in (ANSWERS, CACHES):
+        console.print(_table(columns, report))
+    for note in report.notes:
+        console.print(note)
+    style = "bold green" if report.recommendation.cell is not None else "bold red"
+    console.print(report.recommendation.sentence, style=style)
+    console.print(f"What each figure means is in {folder / 'report.md'}.")
+
+
+def _table(columns: Sequence[Column], report: Report) -> Table:
+    table = Table(box=box.HORIZONTALS, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column.name, justify="left" if number == 0 else "right")
+    for summary in report.summaries:
+        # Intervals are in the report: a terminal has no room for them.
+        table.add_row(*(column.cell(summary).partition(" [")[0] for column in columns))
+    return table
+
+
+def _parts(flag: str, text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"{flag} must name at least one, with commas between them; got {text!r}")
+    return list(dict.fromkeys(parts))

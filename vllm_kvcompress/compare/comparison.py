@@ -1,0 +1,211 @@
+"""From the first look at a server to the report; a run can be left and gone on with."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_kvcompress.compare import preflight, prompts, runner
+from vllm_kvcompress.compare.client import FULL, Cell, Client
+from vllm_kvcompress.compare.journal import Journal
+from vllm_kvcompress.compare.outcome import Outcome
+from vllm_kvcompress.compare.report import Report
+from vllm_kvcompress.compare.summary import By, Summary, default_by, recommend, summarise
+from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.exposition import PREFIX, Metrics
+
+
+class Comparison:
+    """Prompts in cells, at one server, in one folder.
+
+    Attributes:
+        begun: whether there is a run to report of.
+        notes: what the report must say, a sentence each.
+        done, total: prompts times cells.
+    """
+
+    def __init__(self, cells: Sequence[Cell], *, folder: Path, keep_text: bool) -> None:
+        """Take the folder.
+
+        Raises:
+            ConfigError: it cannot be written, or is another's.
+        """
+        self._cells = list(cells)
+        self._keep_text = keep_text
+        self._journal = Journal(folder, keep_text=keep_text)
+        self._outcomes: list[Outcome] = []
+        self._works: list[runner.Work] = []
+        self._refused: Counter[str] = Counter()
+        self._before: Metrics | None = None
+        self._kl = False
+        self._settings: Mapping[str, Any] = {}
+        self.begun = False
+        self.notes: list[str] = []
+        self.total = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.__exit__()
+
+    @property
+    def done(self) -> int:
+        return len(self._outcomes)
+
+    def look(self, client: Client) -> preflight.Served:
+        """Ask the server whether it can be compared, before any prompt is sent.
+
+        Raises:
+            Unreachable, ConfigError: it cannot.
+        """
+        self._served = preflight.look(client, self._cells)
+        self.notes += self._served.notes
+        return self._served
+
+    def begin(
+        self, items: Sequence[Item], settings: Mapping[str, Any], *, kl: bool, by: By | None
+    ) -> None:
+        """Find what is left to ask.
+
+        Args:
+            settings: what must be the same for figures to be put together, beside the prompts.
+            kl: whether to compare what is likely as well.
+            by: the measure that was asked for.
+
+        Raises:
+            ConfigError: the folder has a run that this is not, or `by` cannot be had.
+        """
+        if by == "score" and not any(item.answers for item in items):
+            raise ConfigError("--by score needs prompts with an answer, and none has one")
+        keys = prompts.keys(items)
+        digest = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
+        self._settings = {
+            **settings,
+            "prompts": digest,
+            "min_prompt": self._served.min_prompt,
+            "top_logprobs": self._served.client.top if kl else 0,
+        }
+        found = self._journal.open(self._settings, self._cells)
+        wanted = set(self._cells)
+        done = {(o.key, o.cell): o for o in found if o.cell in wanted}
+        self._outcomes = list(done.values())
+        self.total = len(items) * len(self._cells)
+        for item, key in zip(items, keys, strict=True):
+            cells = [cell for cell in self._cells if (key, cell) not in done]
+            if cells:
+                self._works.append(runner.Work(item=item, key=key, cells=cells))
+        self._kl = kl
+        if kl:
+            self.notes.append(_KL)
+        self._before = preflight.counted(self._served.client.host)
+        self.begun = True
+
+    def ask(self, concurrency: int) -> Iterator[Cell]:
+        """Ask for what is left; each cell of each prompt as it is done and written.
+
+        Raises:
+            Unreachable: the server is gone.
+        """
+        counted = self._journal.forget_count()
+        client = self._served.client
+        if not self._kl:
+            client = dataclasses.replace(client, top=0)
+        try:
+            for asked in runner.ask_all(client, self._works, concurrency=concurrency, kl=self._kl):
+                self._note(asked)
+                yield asked.cell
+        finally:
+            self._journal.count(_sum(counted, self._risen()))
+
+    def report(self, *, by: By | None, max_drop: float) -> Report:
+        """What is known by now."""
+        measure = by or default_by(self._outcomes)
+        summaries = summarise(
+            self._cells, self._outcomes, by=measure, none_compressed=self._journal.counted == 0
+        )
+        complete = self.done == self.total
+        return Report(
+            title=f"KV-cache compression on {self._settings['model']}:"
+            f" {self.total // len(self._cells):,} prompts",
+            summaries=summaries,
+            recommendation=recommend(summaries, by=measure, max_drop=max_drop),
+            complete=complete,
+            notes=[*self.notes, *self._remarks(summaries, complete, measure)],
+            settings=dict(self._settings),
+        )
+
+    def _note(self, asked: runner.Asked) -> None:
+        if asked.refusal is not None:
+            # A server may quote the prompt in its reason.
+            reason = f": {asked.refusal.reason}" if self._keep_text else ""
+            self._refused[f"status {asked.refusal.status}{reason}"] += 1
+        if asked.outcome is None:
+            return
+        self._journal.add(asked.outcome)
+        self._outcomes.append(asked.outcome)
+        work = asked.work
+        for cell, text in ((FULL, asked.full), (asked.cell, asked.text)):
+            self._journal.add_text(work.item, work.key, cell, text)
+
+    def _risen(self) -> int | None:
+        """Prompts that the server compressed since `begin`, for us or others."""
+        after = preflight.counted(self._served.client.host)
+        if self._before is None or after is None or after.info is None:
+            return None
+        name = f"{PREFIX}planned_requests_total"
+        return round(after.total(name) - self._before.total(name))
+
+    def _remarks(self, summaries: Sequence[Summary], complete: bool, by: By) -> list[str]:
+        remarks = []
+        if not complete:
+            remarks.append(
+                f"This is not all: {self.done:,} of {self.total:,} are done. Figures are of those."
+            )
+        remarks += [
+            f"The server refused {count:,} requests ({why}); they are in no figure."
+            + ("" if self._keep_text else " With --keep-text its reason is said.")
+            for why, count in self._refused.items()
+        ]
+        asked = [s for s in summaries if s.asked]
+        if asked and all(s.compressed is None for s in asked):
+            remarks.append(
+                "The server does not say what it compressed and kept: start it with --kv-usage."
+                " Figures are of all prompts, those that it left whole among them."
+            )
+        whole = [str(s.cell) for s in asked if s.compressed == 0]
+        if whole:
+            least = self._served.min_prompt
+            short = "" if least is None else f" Prompts below {least:,} tokens are."
+            remarks.append(
+                f"WARNING: nothing was compressed by {', '.join(whole)}: the server left every"
+                f" prompt whole.{short} Lower --kv-min-prompt there, or take longer prompts."
+            )
+        scored = {o.key for o in self._outcomes if o.score is not None}
+        unscored = {o.key for o in self._outcomes} - scored
+        if scored and unscored:
+            remarks.append(
+                f"Scores are of the {len(scored):,} prompts with a known answer; {len(unscored):,}"
+                " have none."
+            )
+        full = max((s.full_score.mean for s in asked if s.full_score), default=1.0)
+        if by == "score" and full < _KNOWS_LITTLE:
+            remarks.append(
+                f"The full cache itself scores {full:.2f}: on prompts that it cannot answer there"
+                " is little to lose, and a small drop says little."
+            )
+        return remarks
+
+
+_KNOWS_LITTLE = 0.5
+_KL = (
+    "KL and top-1 are over the tokens up to and with the first that differs between the two answers:"
+    " behind it they would judge different texts. Where answers part early, that is few tokens."
+)
+
+
+def _sum(earlier: int | None, now: int | None) -> int | None:
+    return None if earlier is None or now is None else earlier + now

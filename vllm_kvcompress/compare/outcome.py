@@ -1,0 +1,123 @@
+"""What became of one prompt in one cell: figures, and nothing of what was asked or answered."""
+
+from typing import Annotated, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from vllm_kvcompress.compare.client import Answer, Cell
+from vllm_kvcompress.compare.measures import Agreement, Divergence, agreement, divergence
+from vllm_kvcompress.compare.tasks import Item, score
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+class Outcome:
+    """One prompt in one cell, beside the full cache's answer to it in the same run.
+
+    Args:
+        key: the prompt's (`prompts.keys`).
+        task, group: the prompt's; None is a group of its own.
+        kept_tokens: mean of the layers; None where the server said nothing of it.
+        exact, shared, similarity: of the two answers (`measures.Agreement`).
+        full_length: of the full cache's answer, in the unit of `shared`.
+        places, same_first, kl: over the text that both share (`measures.Divergence`); None where the
+            server tells no log-probabilities.
+        score, full_score: share of the answers that is named; None where none are known.
+        first_token_s, token_s: on this side, in seconds; `full_` on the other. `token_s` is None
+            for an answer of one token.
+    """
+
+    key: str
+    task: str
+    group: str | None
+    method: str
+    budget: int | float | None
+    prompt_tokens: Count
+    kept_tokens: Amount | None
+    exact: bool
+    shared: Count
+    similarity: Share
+    full_length: Count
+    places: Count | None
+    same_first: Count | None
+    kl: Amount | None
+    score: Share | None
+    full_score: Share | None
+    first_token_s: Amount
+    token_s: Amount | None
+    full_first_token_s: Amount
+    full_token_s: Amount | None
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(method=self.method, budget=self.budget)
+
+    @property
+    def drawn_with(self) -> str:
+        """What this prompt is no independent sample of: its group, or other copies of it."""
+        return self.group or self.key.partition("#")[0]
+
+    @classmethod
+    def of(
+        cls,
+        item: Item,
+        key: str,
+        cell: Cell,
+        full: Answer,
+        other: Answer,
+        *,
+        kl: bool = True,
+    ) -> Self:
+        """Compare two answers.
+
+        Args:
+            kl: whether to compare what is likely as well.
+        """
+        sides = (full.names, other.names)
+        tokens = all(sides) or not (full.text or other.text)
+        found: Agreement = agreement(*sides) if tokens else agreement(full.text, other.text)
+        along = _along(full, other, found) if kl else None
+        return cls(
+            key=key,
+            task=item.task,
+            group=item.group,
+            method=cell.method,
+            budget=cell.budget,
+            prompt_tokens=full.prompt_tokens,
+            kept_tokens=None if other.kept_tokens is None else float(other.kept_tokens),
+            exact=found.exact,
+            shared=found.shared,
+            similarity=found.similarity,
+            full_length=len(sides[0]) if tokens else len(full.text),
+            places=None if along is None else along.places,
+            same_first=None if along is None else along.same_first,
+            kl=None if along is None else along.kl,
+            score=score(item.answers, other.text) if item.answers else None,
+            full_score=score(item.answers, full.text) if item.answers else None,
+            first_token_s=other.first_token_s,
+            token_s=other.token_s,
+            full_first_token_s=full.first_token_s,
+            full_token_s=full.token_s,
+        )
+
+
+OUTCOME = TypeAdapter(Outcome)
+
+
+def _along(full: Answer, other: Answer, found: Agreement) -> Divergence | None:
+    """Both caches over the same text: what the two answers share, and the token where they part.
+
+    The first token is left out. It comes from the full cache on both sides.
+    """
+    if not full.tokens or not other.tokens:
+        return None
+    # Where they part, what stands before is still the same.
+    places = min(found.shared + 1, len(full.tokens), len(other.tokens))
+    return divergence(
+        [token.likely for token in full.tokens[1:places]],
+        [token.likely for token in other.tokens[1:places]],
+    )

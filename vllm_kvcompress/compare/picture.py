@@ -1,0 +1,85 @@
+"""Quality against the share of tokens kept, as a picture. Needs matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_kvcompress.compare.report import Report
+from vllm_kvcompress.compare.statistics import Estimate
+from vllm_kvcompress.compare.summary import By, Summary
+
+_INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
+_LINES = ("#2171b5", "#d9730d", "#3f9b5f", "#8a5bb5", "#b5342f", "#7a6a53", "#c0579a", "#5f6b76")
+_MARKS = "osD^vPX*"
+_AXES = {
+    "score": "share of the answers that are named",
+    "agreement": "share of answers that are the full cache's",
+    "similarity": "similarity to the full cache's answers",
+}
+
+
+def save_picture(report: Report, path: Path) -> None:
+    """Draw a line for each method, with 95 % intervals, and the full cache across.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    by = report.recommendation.by
+    figure = Figure(figsize=(8.0, 5.0), dpi=160, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    methods = list(dict.fromkeys(summary.method for summary in report.summaries))
+    for number, method in enumerate(methods):
+        points = _points([s for s in report.summaries if s.method == method], by)
+        if not points:
+            continue
+        x, y = [kept for kept, _ in points], [found.mean for _, found in points]
+        errors = [
+            [max(found.mean - found.low, 0.0) for _, found in points],
+            [max(found.high - found.mean, 0.0) for _, found in points],
+        ]
+        axes.errorbar(
+            x, y, yerr=errors, label=method, color=_LINES[number % len(_LINES)],
+            marker=_MARKS[number % len(_MARKS)], markersize=5, linewidth=1.4, capsize=3,
+            elinewidth=0.9,
+        )  # fmt: skip
+    axes.axhline(
+        _full(report.summaries, by), color=_INK, linewidth=0.9, linestyle=(0, (4, 3)),
+        label="full cache",
+    )  # fmt: skip
+    axes.set_xlabel("share of the prompts' tokens kept")
+    axes.set_ylabel(_AXES[by])
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.tick_params(labelsize=8, colors=_QUIET)
+    axes.grid(color=_RULE, linewidth=0.5)
+    for spine in axes.spines.values():
+        spine.set(color=_RULE)
+    axes.set_title(report.title, size=11, color=_INK, loc="left")
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, format="png")
+
+
+def _points(summaries: Sequence[Summary], by: By) -> list[tuple[float, Estimate]]:
+    """Share kept and quality, from the smallest; a budget stands in for a share nobody knows."""
+    found = []
+    for summary in summaries:
+        quality = {
+            "score": summary.score,
+            "agreement": summary.exact,
+            "similarity": summary.similarity,
+        }[by]
+        kept = summary.kept
+        if kept is None and isinstance(summary.budget, float) and summary.compressed is None:
+            kept = summary.budget
+        if quality is not None and kept is not None:
+            found.append((kept, quality))
+    return sorted(found, key=lambda point: point[0])
+
+
+def _full(summaries: Sequence[Summary], by: By) -> float:
+    scores = [s.full_score.mean for s in summaries if s.full_score is not None]
+    return sum(scores) / len(scores) if by == "score" and scores else 1.0

@@ -1,0 +1,142 @@
+"""Whether a server can be compared with itself: asked before any prompt is."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_kvcompress.compare.client import FULL, Cell, Client
+from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.exposition import Host, Metrics, Refused, Unreachable, error_message
+
+_QUICK_S = 10.0
+_TOPS = (20, 5, 1, 0)
+_TINY = Item(
+    name="preflight",
+    task="preflight",
+    messages=({"role": "user", "content": "Count to nine."},),
+    answers=(),
+    max_tokens=4,
+)
+_NO_SUCH = Cell(method="no-such-method")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a server is and lets us see.
+
+    Args:
+        client: to ask it with.
+        min_prompt: tokens from which on it compresses a prompt; None where it does not say.
+        notes: what the report must say of it, a sentence each.
+    """
+
+    client: Client
+    min_prompt: int | None
+    notes: Sequence[str]
+
+
+def look(client: Client, cells: Sequence[Cell]) -> Served:
+    """Ask a server what it is, and for every cell with a tiny prompt.
+
+    Args:
+        client: its model is not looked at.
+
+    Raises:
+        Unreachable: it does not answer, or not as vLLM does.
+        ConfigError: it compresses nothing, or refuses a cell; with its own reason.
+    """
+    host = client.host
+    status, _ = host.get("/health", _QUICK_S)
+    if status != 200:
+        raise Unreachable(f"{host.url}/health answered {status}; wait until the server is well")
+    client = dataclasses.replace(client, model=_model(host))
+    metrics = counted(host)
+    client, notes = _telling(client)
+    _require_plugin(client, metrics)
+    for cell in cells:
+        _require(client, cell)
+    info = metrics.info if metrics else None
+    if not client.ask(_TINY, FULL).names:
+        notes.append(
+            "The server does not tell every token of an answer, so answers are compared by"
+            " characters, and there is no KL."
+        )
+    return Served(
+        client=client,
+        min_prompt=int(info["min_prompt"]) if info and "min_prompt" in info else None,
+        notes=notes,
+    )
+
+
+def counted(host: Host) -> Metrics | None:
+    """The server's metrics; None where it shows none."""
+    try:
+        return host.metrics(_QUICK_S)
+    except Unreachable:
+        return None
+
+
+def _model(host: Host) -> str:
+    status, text = host.get("/v1/models", _QUICK_S)
+    if status != 200:
+        hint = "; pass --api-key" if status == 401 else ""
+        raise Unreachable(f"{host.url}/v1/models answered {status}: {error_message(text)}{hint}")
+    try:
+        return str(json.loads(text)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise Unreachable(f"{host.url}/v1/models lists no model; is it a vLLM server?") from None
+
+
+def _telling(client: Client) -> tuple[Client, list[str]]:
+    """The client with as many likely tokens as the server gives, and what to say of it."""
+    for top in _TOPS:
+        asking = dataclasses.replace(client, top=top)
+        try:
+            asking.ask(_TINY, FULL)
+        except Refused as e:
+            if e.status != 400 or "logprobs" not in e.reason or top == _TOPS[-1]:
+                raise _refused(FULL, e) from None
+            continue
+        if top == _TOPS[0]:
+            return asking, []
+        return asking, [
+            f"The server gives {top} likely tokens in each place and not {_TOPS[0]}"
+            " (--max-logprobs): KL is a weaker bound."
+        ]
+    raise AssertionError("the last try returns or raises")
+
+
+def _require_plugin(client: Client, metrics: Metrics | None) -> None:
+    """vLLM alone takes any ``vllm_xargs`` and answers in full: everything would agree."""
+    if metrics is not None and metrics.info is not None:
+        return
+    try:
+        client.ask(_TINY, _NO_SUCH)
+    except Refused as e:
+        if e.status == 400:
+            return
+        raise
+    raise ConfigError(
+        f"{client.host.url} must compress what asks for it, and takes any method without a word:"
+        " the plugin is off there; start it with --kv-compress off --kv-allow-override all"
+    )
+
+
+def _require(client: Client, cell: Cell) -> None:
+    try:
+        client.ask(_TINY, cell)
+    except Refused as e:
+        raise _refused(cell, e) from None
+
+
+def _refused(cell: Cell, e: Refused) -> Exception:
+    if e.status != 400:
+        return e
+    cure = ""
+    if "kv_budget must be" in e.reason:
+        cure = "; start it with other --kv-budget-bounds, or leave this budget out"
+    elif "kv_" in e.reason:
+        cure = "; start it with --kv-allow-override all, or leave this out"
+    return ConfigError(f"the server refuses {cell}: {e.reason}{cure}")

@@ -1,0 +1,137 @@
+"""An operator's own prompts: a line of JSON each."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.errors import ConfigError
+
+TASK = "prompts"
+"""What an operator's own prompts belong to."""
+
+_CHANGES_THE_PROMPT = frozenset(
+    {"tools", "functions", "response_format", "structured_outputs", "chat_template"}
+    | {"chat_template_kwargs", "documents", "mm_processor_kwargs"}
+)
+"""Fields of a chat body that would make another prompt or answer of it, and are not sent."""
+_FORM = '{"messages": [...]} as in an OpenAI chat body, or {"prompt": "..."}'
+
+
+def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
+    """The prompts of a JSONL file, in its order.
+
+    A line is ``{"messages": [...]}`` or ``{"prompt": "..."}``, with ``max_tokens`` (or
+    ``max_completion_tokens``), and ``answer`` or ``answers`` where they are known. Of a chat body's
+    other fields, those that say how to sample are left out: every answer here is greedy.
+
+    Args:
+        max_tokens: of prompts that do not say it themselves.
+
+    Raises:
+        ConfigError: the file cannot be read, has no prompt, or has a line that is none; it names
+            the line and never quotes it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--prompts {path} cannot be read as UTF-8 text ({e})") from None
+    items = [
+        _item(line, f"{path}, line {number}", number, max_tokens)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not items:
+        raise ConfigError(f"--prompts {path} must have a prompt in each line, and is empty")
+    return items
+
+
+def key(item: Item) -> str:
+    """A name for a prompt that does not tell it: SHA-256 over what is sent."""
+    sent = json.dumps([item.messages, item.max_tokens], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(sent.encode()).hexdigest()
+
+
+def keys(items: Sequence[Item]) -> list[str]:
+    """Of each prompt its `key`, and a number behind it where the same one comes again."""
+    seen: dict[str, int] = {}
+    named = []
+    for item in items:
+        name = key(item)
+        seen[name] = seen.get(name, 0) + 1
+        named.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return named
+
+
+def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
+    try:
+        body = json.loads(line)
+    except ValueError as e:
+        # `e` has the place and the rule, and nothing of the line.
+        raise ConfigError(f"{where} must be JSON, {_FORM}; {e}") from None
+    if not isinstance(body, dict):
+        raise ConfigError(f"{where} must be an object, {_FORM}; got {_kind(body)}")
+    if changed := sorted(_CHANGES_THE_PROMPT & body.keys()):
+        raise ConfigError(
+            f"{where} has {', '.join(changed)}, which would change what is asked and is not"
+            " supported; take it out, or the line"
+        )
+    limit = body.get("max_tokens", body.get("max_completion_tokens"))
+    limit = max_tokens if limit is None else limit
+    if type(limit) is not int or limit < 2:
+        raise ConfigError(
+            f"{where}: max_tokens must be a whole number of at least 2, since the first token"
+            f" comes from the full cache; got {limit if type(limit) is int else _kind(limit)}"
+        )
+    return Item(
+        name=f"{TASK}/{number}",
+        task=TASK,
+        messages=_messages(body, where),
+        answers=_answers(body, where),
+        max_tokens=limit,
+    )
+
+
+def _messages(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+    if ("messages" in body) == ("prompt" in body):
+        raise ConfigError(f"{where} must have one of messages and prompt: {_FORM}")
+    if "prompt" in body:
+        if not isinstance(body["prompt"], str) or not body["prompt"]:
+            raise ConfigError(f"{where}: prompt must be a text that is not empty")
+        return ({"role": "user", "content": body["prompt"]},)
+    messages = body["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages must be a list that is not empty")
+    for place, message in enumerate(messages, 1):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str | list) or not isinstance(message.get("role"), str):
+            raise ConfigError(
+                f"{where}: message {place} must be an object with role and content, both texts"
+            )
+        if message.keys() - {"role", "content", "name"}:
+            raise ConfigError(
+                f"{where}: message {place} must have role and content alone, got"
+                f" {', '.join(sorted(message.keys() - {'role', 'content', 'name'}))} as well;"
+                " calls of tools are not supported"
+            )
+    return tuple(messages)
+
+
+def _answers(body: dict[str, Any], where: str) -> tuple[str, ...]:
+    if "answer" in body and "answers" in body:
+        raise ConfigError(f"{where} must have one of answer and answers")
+    given = body.get("answers", body.get("answer"))
+    if given is None:
+        return ()
+    answers = [given] if isinstance(given, str) else given
+    if not isinstance(answers, list) or not all(isinstance(a, str) and a.strip() for a in answers):
+        raise ConfigError(f"{where}: answer must be a text, and answers a list of texts")
+    return tuple(answers)
+
+
+def _kind(value: Any) -> str:
+    return {"list": "a list", "str": "a text", "dict": "an object", "NoneType": "null"}.get(
+        type(value).__name__, f"a {type(value).__name__}"
+    )

@@ -1,0 +1,229 @@
+"""What a comparison found, as a document: JSON, and the rows of its tables with their meaning."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_kvcompress.compare.statistics import RESAMPLES, Estimate
+from vllm_kvcompress.compare.summary import Recommendation, Summary
+
+NONE = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All of it.
+
+    Args:
+        title: what was compared.
+        complete: whether every prompt was asked in every cell.
+        unanswered: requests that the server refused, and why, by its reason.
+        notes: what else must be known, a sentence each.
+        settings: of the run.
+    """
+
+    title: str
+    summaries: Sequence[Summary]
+    recommendation: Recommendation
+    complete: bool
+    notes: Sequence[str]
+    settings: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        recommendation = asdict(self.recommendation)
+        return {
+            "title": self.title,
+            "complete": self.complete,
+            "recommendation": recommendation,
+            "cells": [asdict(summary) for summary in self.summaries],
+            "meaning": {column.name: column.meaning for column in (*ANSWERS, *CACHES)},
+            "notes": list(self.notes),
+            "settings": self.settings,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One figure of a table.
+
+    Args:
+        meaning: in a sentence.
+        cell: what stands in the row of a cell.
+    """
+
+    name: str
+    meaning: str
+    cell: Callable[[Summary], str]
+
+
+def _share(found: Estimate | None) -> str:
+    return NONE if found is None else f"{found.mean:.1%}"
+
+
+def _with_interval(found: Estimate | None, digits: int = 3) -> str:
+    if found is None:
+        return NONE
+    return f"{found.mean:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+
+
+def _compressed(s: Summary) -> str:
+    return f"{'?' if s.compressed is None else s.compressed} of {s.asked}"
+
+
+def _loss(s: Summary) -> str:
+    return NONE if s.loss is None else f"{s.loss.mean:.3f} (<= {s.bound:.3f})"
+
+
+def _milliseconds(full: float | None, other: float | None) -> str:
+    return NONE if full is None or other is None else f"{full * 1e3:,.0f} -> {other * 1e3:,.0f}"
+
+
+ANSWERS = (
+    Column(name="method", meaning="What chooses the tokens.", cell=lambda s: s.method),
+    Column(
+        name="budget",
+        meaning="Share of a prompt's tokens, or tokens per layer, that was asked for.",
+        cell=lambda s: f"{s.budget:g}",
+    ),
+    Column(
+        name="compressed",
+        meaning="Prompts that were compressed, of those answered. A ? where the server does not"
+        " say. Where it says, every other figure is of these prompts alone.",
+        cell=_compressed,
+    ),
+    Column(
+        name="kept",
+        meaning="Share of the compressed prompts' tokens that was kept, mean of the layers.",
+        cell=lambda s: NONE if s.kept is None else f"{s.kept:.1%}",
+    ),
+    Column(
+        name="loss",
+        meaning="What the recommendation goes by, and in brackets what it is at most at 95 %"
+        " confidence: the bootstrap's bound, or, where that is less, the share of prompts that"
+        " could lose everything and be missing from so few.",
+        cell=_loss,
+    ),
+    Column(
+        name="score",
+        meaning="Share of the known answers that are named, mean of the prompts, with its 95 %"
+        " interval.",
+        cell=lambda s: _with_interval(s.score),
+    ),
+    Column(
+        name="full score",
+        meaning="The same with the full cache, on the same prompts.",
+        cell=lambda s: NONE if s.full_score is None else f"{s.full_score.mean:.3f}",
+    ),
+    Column(
+        name="exact",
+        meaning="Greedy answers that are the full cache's, token by token.",
+        cell=lambda s: _share(s.exact),
+    ),
+    Column(
+        name="similarity",
+        meaning="1 less the edit distance of the two answers over the longer one's length, mean of"
+        " the prompts, with its 95 % interval.",
+        cell=lambda s: _with_interval(s.similarity),
+    ),
+)
+
+CACHES = (
+    *ANSWERS[:2],
+    Column(
+        name="parts at",
+        meaning="Median of the tokens until an answer is another than the full cache's, of those"
+        " that become another.",
+        cell=lambda s: NONE if s.diverged is None else f"{s.diverged:g}",
+    ),
+    Column(
+        name="tokens",
+        meaning="Tokens that the next two are of: those that both answers share, and the one where they"
+        " part, without each first, which comes from the full cache on both sides.",
+        cell=lambda s: f"{s.places:,}",
+    ),
+    Column(
+        name="top-1",
+        meaning="Share of them whose most likely token is the full cache's.",
+        cell=lambda s: _share(s.same_first),
+    ),
+    Column(
+        name="KL",
+        meaning="Nats per token from the full cache's distribution to the compressed one's, of the"
+        " likely tokens that both tell and all others as one: a lower bound.",
+        cell=lambda s: _with_interval(s.kl, 4),
+    ),
+    Column(
+        name="first token, ms",
+        meaning="Median time to first token, full cache -> compressed, in this run, at its"
+        " concurrency, each prompt computed in full.",
+        cell=lambda s: (
+            NONE
+            if s.times is None
+            else _milliseconds(s.times.full_first_token_s, s.times.first_token_s)
+        ),
+    ),
+    Column(
+        name="per token, ms",
+        meaning="Median time per token behind the first, full cache -> compressed, likewise. It"
+        " has the time between prefill and second token in it, in which a prompt is compressed.",
+        cell=lambda s: (
+            NONE if s.times is None else _milliseconds(s.times.full_token_s, s.times.token_s)
+        ),
+    ),
+)
+
+
+def markdown(report: Report) -> str:
+    """The report as a Markdown page."""
+    parts = [f"# {report.title}", f"**{report.recommendation.sentence}**"]
+    if report.notes:
+        parts.append("\n".join(f"* {note}" for note in report.notes))
+    parts += [_table("Answers", ANSWERS, report.summaries)]
+    parts += [_table("Caches and times", CACHES, report.summaries)]
+    if any(summary.tasks for summary in report.summaries):
+        parts.append(_by_task(report.summaries))
+    parts.append("## What the figures mean")
+    meanings = {column.name: column.meaning for column in (*ANSWERS, *CACHES)}
+    parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings.items()))
+    parts.append(f"{METHOD} {_loss_sentence(report.recommendation)}")
+    return "\n\n".join(parts) + "\n"
+
+
+METHOD = (
+    "Every answer is greedy (temperature 0). Both sides answer the same prompts in the same run."
+    f" Intervals are percentile bootstraps of {RESAMPLES:,} seeded draws of prompts; prompts about"
+    " one text are drawn together."
+)
+
+
+def _loss_sentence(recommendation: Recommendation) -> str:
+    means = {
+        "score": "the full cache's score less the compressed one's, prompt by prompt",
+        "agreement": "the share of answers that are not the full cache's",
+        "similarity": "1 less the similarity",
+    }
+    return f"The loss is {means[recommendation.by]} (`--by {recommendation.by}`)."
+
+
+def _table(title: str, columns: Sequence[Column], summaries: Sequence[Summary]) -> str:
+    lines = [
+        "| " + " | ".join(column.name for column in columns) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    lines += ["| " + " | ".join(c.cell(s) for c in columns) + " |" for s in summaries]
+    return f"## {title}\n\n" + "\n".join(lines)
+
+
+def _by_task(summaries: Sequence[Summary]) -> str:
+    names = dict.fromkeys(name for summary in summaries for name in summary.tasks)
+    columns = [
+        Column(
+            name=name,
+            meaning="",
+            cell=lambda s, name=name: (  # type: ignore[misc]
+                f"{s.tasks[name][0]:.3f} ({s.tasks[name][1]:.3f})" if name in s.tasks else NONE
+            ),
+        )
+        for name in names
+    ]
+    return _table("Score by task (full cache)", [*ANSWERS[:2], *columns], summaries)

@@ -1,0 +1,60 @@
+"""A server of our own for a model's folder, that lets each request choose."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.errors import ConfigError
+
+_DEADLINE_S = 1800.0
+_CACHE, _CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "4"
+
+
+@contextmanager
+def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Path) -> Iterator[str]:
+    """Start ``vllm serve`` on a free loopback port and end it with the block; yields its URL.
+
+    It compresses what asks for it, within the cells that are asked for: what may be asked for
+    takes memory beside the cache.
+
+    Args:
+        arguments: further flags of ``vllm serve``; they win over ours.
+        log: where it writes.
+
+    Raises:
+        ConfigError: vLLM is not installed, or the server did not start.
+    """
+    try:
+        from vllm_kvcompress.demo.server import serve
+    except ImportError as e:
+        raise ConfigError(
+            f"--model starts a server, which needs vLLM beside this command ({e}); install it, or"
+            " give the --url of a running server"
+        ) from None
+    budgets = [cell.budget for cell in cells if cell.budget is not None]
+    methods = dict.fromkeys(cell.method for cell in cells)
+    flags = [
+        *("--kv-compress", "off", "--kv-allow-override", ",".join(["off", *methods])),
+        *("--kv-budget-bounds", f"{min(budgets)}:{max(budgets)}", "--kv-usage"),
+        *arguments,
+    ]
+    # The demo's servers take a gigabyte on a CPU; a model of any size may need more.
+    environment = {_CACHE: os.environ.get(_CACHE, _CACHE_GIB)}
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(
+                serve(str(model), flags, log, deadline_s=_DEADLINE_S, environment=environment)
+            )
+        except (RuntimeError, OSError) as e:
+            # The log follows in its message.
+            sentence = str(e).splitlines()[0].partition(";")[0]
+            raise ConfigError(f"{sentence} before it was healthy; see {log}") from None
+        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        try:
+            yield running.url
+        finally:
+            # A second Ctrl-C must not leave the server behind.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,231 @@
+"""All prompts of a cell in figures, and which cell may be run."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal
+
+from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.compare.outcome import Outcome
+from vllm_kvcompress.compare.statistics import Estimate, estimate, needed, unseen
+
+By = Literal["score", "agreement", "similarity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Medians over prompts, in seconds, in this run; None where no answer tells."""
+
+    full_first_token_s: float
+    first_token_s: float
+    full_token_s: float | None
+    token_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What became of all prompts in one cell.
+
+    Figures are of the prompts that were compressed, where the server says which; else of all.
+
+    Args:
+        asked: prompts that were answered.
+        compressed: how many of them were compressed; None where nobody can know.
+        kept: share of their tokens that was kept; None where the server does not say.
+        exact, similarity: of greedy answers with the full cache's.
+        diverged: median of the tokens until the first difference, of answers that have one.
+        places: tokens that both answers share, which `same_first` and `kl` are of.
+        same_first: share of them whose most likely token is the full cache's.
+        kl: nats per token, a lower bound.
+        score, full_score: over prompts whose answers are known, as `drop`, their difference.
+        loss: what the recommendation is about: the drop, or 1 less what is agreed.
+        bound: with 95 % confidence the loss is not above it.
+        tasks: of each task `score` and `full_score`, where there are several.
+    """
+
+    method: str
+    budget: float | int
+    asked: int
+    compressed: int | None
+    kept: float | None
+    exact: Estimate | None
+    similarity: Estimate | None
+    diverged: float | None
+    places: int
+    same_first: Estimate | None
+    kl: Estimate | None
+    score: Estimate | None
+    full_score: Estimate | None
+    drop: Estimate | None
+    loss: Estimate | None
+    bound: float | None
+    times: Times | None
+    tasks: dict[str, tuple[float, float]]
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(method=self.method, budget=self.budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """Which cell may be run.
+
+    Args:
+        by: the measure.
+        max_drop: loss that is accepted.
+        cell: the one to run; None where none is within.
+        sentence: what that means, or why there is none.
+    """
+
+    by: By
+    max_drop: float
+    cell: Cell | None
+    sentence: str
+
+
+def summarise(
+    cells: Iterable[Cell], outcomes: Sequence[Outcome], *, by: By, none_compressed: bool
+) -> list[Summary]:
+    """Each cell's figures, in the order of `cells`.
+
+    Args:
+        by: what the loss is measured by.
+        none_compressed: the server's counters say that it compressed no prompt at all.
+    """
+    tells = any(outcome.kept_tokens is not None for outcome in outcomes)
+    by_cell: dict[Cell, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_cell.setdefault(outcome.cell, []).append(outcome)
+    return [
+        _summary(cell, by_cell.get(cell, []), by, known=tells or none_compressed) for cell in cells
+    ]
+
+
+def recommend(summaries: Sequence[Summary], *, by: By, max_drop: float) -> Recommendation:
+    """The smallest budget whose loss is within `max_drop` with 95 % confidence.
+
+    Of several methods at that budget, the one with the smaller loss; of equals, the first named.
+    """
+    judged = [s for s in summaries if s.loss is not None and s.bound is not None and s.compressed]
+    judged += [s for s in summaries if s.loss is not None and s.compressed is None]
+    within = [s for s in judged if s.bound is not None and s.bound <= max_drop]
+    if within:
+        best = min(within, key=lambda s: (s.budget, s.loss.mean if s.loss else 0.0))
+        return Recommendation(
+            by=by, max_drop=max_drop, cell=best.cell, sentence=_may_run(best, by, max_drop)
+        )
+    if not judged:
+        sentence = "No recommendation: nothing that was asked is known to have been compressed."
+        return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
+    most = max(s.loss.independent for s in judged if s.loss)
+    if unseen(most) > max_drop:
+        sentence = (
+            f"No recommendation: {most} independent prompts can show no drop of {max_drop:g} or"
+            f" less at 95 % confidence, however they are answered. It takes {needed(max_drop)}."
+        )
+    else:
+        nearest = min(judged, key=lambda s: s.bound or 0.0)
+        sentence = (
+            f"No recommendation: no method at any budget keeps the loss by {by} within"
+            f" {max_drop:g} at 95 % confidence. The nearest is {nearest.cell}: at most"
+            f" {nearest.bound:.3f}. Try a larger budget."
+        )
+    return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
+
+
+def default_by(outcomes: Sequence[Outcome]) -> By:
+    """The score where answers are known, else the similarity."""
+    return "score" if any(o.score is not None for o in outcomes) else "similarity"
+
+
+def _may_run(best: Summary, by: By, max_drop: float) -> str:
+    assert best.loss is not None
+    kept = "" if best.kept is None else f", which keeps {best.kept:.1%} of the tokens"
+    return (
+        f"Run {best.cell}{kept}: its loss by {by} is {best.loss.mean:.3f}, and at most"
+        f" {best.bound:.3f} at 95 % confidence, within {max_drop:g}."
+    )
+
+
+def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) -> Summary:
+    assert cell.budget is not None
+    compressed = [o for o in outcomes if o.kept_tokens is not None]
+    judged = compressed if known else list(outcomes)
+    scored = [o for o in judged if o.score is not None]
+    along = [o for o in judged if o.places]
+    drop = _over(scored, lambda o: (o.full_score or 0.0) - (o.score or 0.0))
+    exact = _over(judged, lambda o: float(o.exact))
+    similarity = _over(judged, lambda o: o.similarity)
+    losses: dict[By, Estimate | None] = {
+        "score": drop,
+        "agreement": _over(judged, lambda o: 1.0 - o.exact),
+        "similarity": _over(judged, lambda o: 1.0 - o.similarity),
+    }
+    loss = losses[by]
+    parted = [o.shared for o in judged if not o.exact]
+    prompt_tokens = sum(o.prompt_tokens for o in compressed)
+    return Summary(
+        method=cell.method,
+        budget=cell.budget,
+        asked=len(outcomes),
+        compressed=len(compressed) if known else None,
+        kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,
+        exact=exact,
+        similarity=similarity,
+        diverged=median(parted) if parted else None,
+        places=sum(o.places or 0 for o in along),
+        same_first=_over(along, lambda o: o.same_first or 0, lambda o: o.places or 0),
+        kl=_over(along, lambda o: o.kl or 0.0, lambda o: o.places or 0),
+        score=_over(scored, lambda o: o.score or 0.0),
+        full_score=_over(scored, lambda o: o.full_score or 0.0),
+        drop=drop,
+        loss=loss,
+        bound=None if loss is None else max(loss.upper, unseen(loss.independent)),
+        times=_times(judged),
+        tasks=_tasks(scored),
+    )
+
+
+def _over(
+    outcomes: Sequence[Outcome],
+    value: Callable[[Outcome], float],
+    size: Callable[[Outcome], float] = lambda _: 1.0,
+) -> Estimate | None:
+    if not outcomes:
+        return None
+    return estimate(
+        [value(o) for o in outcomes],
+        [o.drawn_with for o in outcomes],
+        sizes=[size(o) for o in outcomes],
+    )
+
+
+def _times(outcomes: Sequence[Outcome]) -> Times | None:
+    if not outcomes:
+        return None
+    # An answer of one token on either side leaves its pair out.
+    pairs = [
+        (o.full_token_s, o.token_s)
+        for o in outcomes
+        if o.full_token_s is not None and o.token_s is not None
+    ]
+    return Times(
+        full_first_token_s=median(o.full_first_token_s for o in outcomes),
+        first_token_s=median(o.first_token_s for o in outcomes),
+        full_token_s=median(full for full, _ in pairs) if pairs else None,
+        token_s=median(other for _, other in pairs) if pairs else None,
+    )
+
+
+def _tasks(scored: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
+    names = dict.fromkeys(o.task for o in scored)
+    if len(names) < 2:
+        return {}
+    return {
+        name: (
+            fmean(o.score or 0.0 for o in scored if o.task == name),
+            fmean(o.full_score or 0.0 for o in scored if o.task == name),
+        )
+        for name in names
+    }
