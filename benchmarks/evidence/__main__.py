@@ -11,15 +11,17 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.evidence.answers import compare, full_answer
+from benchmarks.evidence.cells import lines
 from benchmarks.evidence.kept import Kept, Scored, settings_of
 from benchmarks.evidence.reader import Prompt, Reader
+from benchmarks.evidence.variants import VARIANTS
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items, score
 from vllm_kvcompress.pipeline import method_of
@@ -46,7 +48,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=list(PRESETS),
         metavar="NAME[=JSON]",
-        help="presets, or names of your own for settings as --kv-compress-config takes them",
+        help="presets, parts (each variant of the recommended preset), or names of your own for"
+        " settings as --kv-compress-config takes them",
     )
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--seed", type=int, default=0)
@@ -58,10 +61,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     torch.set_num_threads(args.threads)
-    methods = {}
-    for each in args.methods:
-        name, _, raw = each.partition("=")
-        methods[name] = raw or name
+    methods = methods_of(args.methods)
     reader = Reader(args.model)
     origin = {
         "model": Path(args.model).name,
@@ -76,14 +76,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure_task(reader, args, task, methods, origin)
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What a file of results has so far; a line that was cut off is none."""
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+def methods_of(asked: Sequence[str]) -> dict[str, str]:
+    """Name to settings: a preset's name, or a JSON object."""
+    methods = {}
+    for each in asked:
+        name, _, raw = each.partition("=")
+        if name == "parts":
+            methods |= VARIANTS
+        else:
+            methods[name] = raw or VARIANTS.get(name, name)
+    return methods
 
 
 def measure_task(

@@ -37,14 +37,11 @@ class Compared:
 
 
 def ended(reader: Reader, item: Item, tokens: Sequence[int]) -> bool:
-    """At a stop token, a new line, the last allowed token, or once every answer was named."""
+    """At a stop token, the last allowed token, or once every answer was named."""
     if tokens[-1] in reader.stops or len(tokens) >= item.max_tokens:
         return True
-    text = reader.tokenizer.decode(tokens)
-    if "\n" in text.lstrip():
-        return True
     # A number may go on: it has ended once something else follows it.
-    return bool(item.answers) and score(item.answers, text[:-1]) == 1.0
+    return bool(item.answers) and score(item.answers, reader.tokenizer.decode(tokens)[:-1]) == 1.0
 
 
 def full_answer(reader: Reader, item: Item, prompt: Prompt) -> tuple[Answer, torch.Tensor]:

@@ -73,7 +73,7 @@ class Scored:
     ) -> list[WindowScores]:
         if Reads.WINDOW not in reads:
             return []
-        # A maximum of pooled rows is another figure; whatever else a scorer reads lies side by side.
+        # A maximum of pooled rows is another figure; all else that is read lies side by side.
         pooled = Reads.POOLED in reads
         key = (plan.window, pooled)
         if key not in self._windows:
