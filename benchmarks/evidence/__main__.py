@@ -31,6 +31,8 @@ from vllm_kvcompress.policies.presets import PRESETS
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 MOST_ASKED = 4
 """Prompts that are asked for each that is wanted, where the full cache answers few."""
+ROWS = 32
+"""Caches that answer together. Neighbours in budget, since each is padded to the longest."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -175,15 +177,16 @@ def measure(
     if not right:
         return out
     scored = Scored(prompt)
-    for budget in sorted({budget for _, budget in todo}):
-        names = [name for name, at in todo if at == budget]
+    ordered = sorted(todo, key=lambda pair: pair[1])
+    for start in range(0, len(ordered), ROWS):
+        pairs = ordered[start : start + ROWS]
         kept: list[Kept] = []
-        for name in names:
+        for name, budget in pairs:
             made = scored.keep(settings_of(methods[name], budget))
             assert made is not None, f"{name} at {budget} keeps all {length} tokens"
             kept.append(made)
         compared = compare(reader, item, prompt, kept, full, logits)
-        for name, each, made in zip(names, compared, kept, strict=True):
+        for (name, budget), each, made in zip(pairs, compared, kept, strict=True):
             out.append(
                 {
                     "method": name,

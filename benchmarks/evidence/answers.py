@@ -23,13 +23,15 @@ class Compared:
     """One compressed cache against the full one.
 
     Args:
-        score: share of the answers that its own greedy text names.
-        same: whether that text is the full cache's, token for token.
+        tokens: its own greedy answer.
+        score: share of the answers that this names.
+        same: whether it is the full cache's, token for token.
         kl: nats per token from the full cache's distributions, along the full cache's own answer
             without its first token, which the prefill computes; None where that has no second.
         top1: share of those tokens that it would choose as well.
     """
 
+    tokens: list[int]
     score: float
     same: bool
     kl: float | None
@@ -92,6 +94,7 @@ def compare(
     _go_on(reader, item, rows, own)
     return [
         Compared(
+            tokens=tokens,
             score=score(item.answers, reader.tokenizer.decode(tokens, skip_special_tokens=True)),
             same=tokens == full.tokens,
             kl=kl[row],

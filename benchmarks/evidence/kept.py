@@ -29,21 +29,27 @@ class Kept:
 
 
 class Scored:
-    """A prompt, and its scores by each scorer: made once, whatever the budgets."""
+    """A prompt, and its scores by each scorer: made once, whatever the budgets.
 
-    def __init__(self, prompt: Prompt) -> None:
+    Args:
+        prompt: with column sums, where a method reads them.
+        block_size: tokens of a page.
+    """
+
+    def __init__(self, prompt: Prompt, block_size: int = BLOCK) -> None:
         self.prompt = prompt
+        self.block_size = block_size
         self._windows: dict[tuple[int, bool], list[WindowScores]] = {}
         self._observed: dict[tuple[Any, ...], list[Observed]] = {}
 
     def places(self) -> list[PagedLayer]:
-        """Each layer's cache as pages of BLOCK tokens; those of the last page are filled."""
+        """Each layer's cache as pages; the last one is filled up."""
         return [
             PagedLayer(
                 layer=layer,
-                key_pages=_paged(keys).mT,
-                value_pages=_paged(values),
-                pages=torch.arange(-(-keys.shape[1] // BLOCK)),
+                key_pages=_paged(keys, self.block_size).mT,
+                value_pages=_paged(values, self.block_size),
+                pages=torch.arange(-(-keys.shape[1] // self.block_size)),
                 scale=keys.shape[-1] ** -0.5,
             )
             for layer, (keys, values) in enumerate(
@@ -93,16 +99,16 @@ class Scored:
         return self._windows[key]
 
     def keep(self, settings: CompressionConfig) -> Kept | None:
-        """What the engine would keep in pages of BLOCK tokens; None where it leaves all."""
+        """What the engine would keep; None where it leaves all."""
         prompt = self.prompt
-        plan = page_plan(settings.prompt(len(prompt.keys), len(prompt.ids)), BLOCK)
+        plan = page_plan(settings.prompt(len(prompt.keys), len(prompt.ids)), self.block_size)
         if plan is None:
             return None
         method = method_of(settings)
         observed = self.observed(method, plan)
         pages = method.layer_pages(plan, observed)
         chosen = method.select(observed, plan, pages, tail=True)
-        counts = (pages * BLOCK + plan.tail).tolist()
+        counts = (pages * self.block_size + plan.tail).tolist()
         keys, values = [], []
         for place, count in zip(
             self.places() if method.merge else prompt.keys, counts, strict=True
@@ -135,11 +141,11 @@ def merge_arguments(method: Method) -> dict[str, Any]:
     return {}
 
 
-def _paged(cache: torch.Tensor) -> torch.Tensor:
+def _paged(cache: torch.Tensor, block_size: int) -> torch.Tensor:
     heads, tokens, dim = cache.shape
-    rows = -(-tokens // BLOCK)
-    padded = torch.nn.functional.pad(cache, (0, 0, 0, rows * BLOCK - tokens))
-    return padded.view(heads, rows, BLOCK, dim).transpose(0, 1)
+    rows = -(-tokens // block_size)
+    padded = torch.nn.functional.pad(cache, (0, 0, 0, rows * block_size - tokens))
+    return padded.view(heads, rows, block_size, dim).transpose(0, 1)
 
 
 def as_rows(prompt: Prompt, kept: Sequence[Kept], room: int) -> Rows:
@@ -150,10 +156,13 @@ def as_rows(prompt: Prompt, kept: Sequence[Kept], room: int) -> Rows:
         counts = [k.shape[1] for k, _ in parts]
         start = max(counts)
         heads, _, dim = parts[0][0].shape
-        both = torch.zeros(2, len(parts), heads, start + room, dim)
-        for row, (k, v) in enumerate(parts):
-            both[0, row, :, start - k.shape[1] : start] = k
-            both[1, row, :, start - k.shape[1] : start] = v
+        both = torch.empty(2, len(parts), heads, start + room, dim)
+        for row, pair in enumerate(parts):
+            for part, each in zip(both[:, row], pair, strict=True):
+                # What nothing was written to is masked, and must be finite all the same.
+                part[:, : start - each.shape[1]] = 0
+                part[:, start - each.shape[1] : start] = each
+                part[:, start:] = 0
         keys.append(both[0])
         values.append(both[1])
         lengths.append(torch.tensor(counts))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,14 @@ AttentionInterface.register("kept_in_reach", _attention)
 
 
 class Reader:
-    """A model and its tokenizer, float32.
+    """A model in float32, and its tokenizer.
 
     Args:
         folder: as ``save_pretrained`` writes it.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._folder = folder
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="kept_in_reach"
         ).eval()
@@ -176,8 +177,10 @@ class Reader:
         self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         stops = self.model.generation_config.eos_token_id
         self.stops = {stops} if isinstance(stops, int) else set(stops or ())
-        if self.tokenizer.eos_token_id is not None:
-            self.stops.add(self.tokenizer.eos_token_id)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._folder)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The prompt's tokens; a last message of the assistant is gone on with."""

@@ -150,7 +150,7 @@ def _value_of(name: str, value: str) -> Question:
         ask=f'What is the value of the key "{name}" in the table?',
         begin=f'The value of the key "{name}" is',
         answers=(value,),
-        max_tokens=12,
+        max_tokens=8,
     )
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from vllm_kvcompress.compare.tasks.items import Material, Question
 from vllm_kvcompress.compare.tasks.prose import CITIES, number, pairs, sentences
 
-_ONE_NUMBER, _FOUR_NUMBERS, _ONE_ID = 12, 48, 48
+_ONE_NUMBER, _FOUR_NUMBERS, _ONE_ID = 8, 48, 48
 _INTRO = (
     "Some special numbers are hidden in the following text. Keep them in mind: you will be asked."
 )

@@ -1,0 +1,140 @@
+"""The benchmark that reads a prompt once: it must say what transformers, offline and engine say."""
+
+import os
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.evidence.answers import Answer, compare, full_answer
+from benchmarks.evidence.kept import Kept, Scored, settings_of
+from benchmarks.evidence.reader import Reader
+from checkpoints import make, tokens
+from engines import BLOCK, engine
+from kvcompress_kernels.column_sums import column_sums
+from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.offline import compress
+from vllm_kvcompress.policies.presets import PRESETS
+
+IDS = tokens(333, seed=8)
+NEW = 8
+NOTHING_ASKED = Item(name="x", task="x", messages=(), answers=(), max_tokens=NEW)
+
+
+class Numbers:
+    """A tokenizer of a model that has none."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture(scope="module", params=["llama-gqa", "qwen2"])
+def folder(request, tmp_path_factory):
+    return make(request.param, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def reader(folder):
+    made = Reader(folder)
+    made.stops = set()
+    made.tokenizer = Numbers()
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompt(reader):
+    return reader.read(IDS, sums=True)
+
+
+def test_the_full_cache_is_transformers_own(reader, folder, prompt):
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        out = own(torch.tensor([IDS]), use_cache=True)
+        said = own.generate(
+            torch.tensor([IDS]), max_new_tokens=NEW, do_sample=False, eos_token_id=-1
+        )
+    for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
+        theirs = out.past_key_values.layers[layer]
+        torch.testing.assert_close(keys, theirs.keys[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values, theirs.values[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(prompt.logits, out.logits[0, -1], rtol=1e-4, atol=1e-4)
+    assert full_answer(reader, NOTHING_ASKED, prompt)[0].tokens == said[0, len(IDS) :].tolist()
+
+
+@pytest.mark.parametrize("start", [1, 60, 300, 332])
+def test_a_prompt_that_begins_like_another_is_the_same(reader, prompt, start):
+    again = reader.read(IDS, sums=True, earlier=reader.read(IDS[:start], sums=True))
+    torch.testing.assert_close(again.logits, prompt.logits, rtol=1e-4, atol=1e-4)
+    for part in ("keys", "values", "queries", "sums"):
+        for mine, whole in zip(getattr(again, part), getattr(prompt, part), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-4)
+
+
+def whole_queries(reader, prompt, monkeypatch):
+    """``[L, Hq, S, D]``: the queries of all tokens, where `prompt` keeps the last ones."""
+    monkeypatch.setattr("benchmarks.evidence.reader.LONGEST_WINDOW", len(IDS))
+    return torch.stack([q.transpose(0, 1) for q in reader.read(IDS, sums=False).queries])
+
+
+def test_what_is_kept_is_what_offline_keeps(reader, prompt, monkeypatch):
+    queries = whole_queries(reader, prompt, monkeypatch)
+    keys, values = torch.stack(prompt.keys), torch.stack(prompt.values)
+    sums = column_sums(
+        queries[1].transpose(0, 1), keys[1].mT[None], torch.zeros(1).long(), len(IDS),
+        keys.shape[-1] ** -0.5,
+    )  # fmt: skip
+    torch.testing.assert_close(prompt.sums[1], sums, rtol=1e-4, atol=1e-4)
+    scored = Scored(prompt, 16)
+    for preset in PRESETS:
+        made = scored.keep(settings_of(preset, 0.3))
+        want = compress(queries, keys, values, policy=preset, budget=0.3, page_size=16)
+        assert made.tokens == sum(want.budgets)
+        for mine, theirs in zip(
+            (*made.keys, *made.values), (*want.keys, *want.values), strict=True
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_budget_that_keeps_all_keeps_nothing_apart(prompt):
+    assert Scored(prompt).keep(settings_of("cake", 1.0)) is None
+
+
+@pytest.mark.engine
+def test_rows_answer_as_the_engine_does(reader, folder, prompt):
+    """Every preset and budget in one batch, against requests that the engine compresses alone."""
+    asked = [(preset, budget) for preset in PRESETS for budget in (0.6, 0.3, 0.15)]
+    allowed = {"kvcompress": {"compress": "off", "allow_override": "all", "min_prompt": 128}}
+    with engine(folder, additional_config=allowed, enable_prefix_caching=False) as llm:
+        theirs = [
+            llm.generate([IDS], NEW, extra_args={"kv_compress": preset, "kv_budget": budget})[0]
+            for preset, budget in asked
+        ]
+        assert llm.compressor.compressed == len(asked)
+    full, logits = full_answer(reader, NOTHING_ASKED, prompt)
+    scored = Scored(prompt, BLOCK)
+    kept = [scored.keep(settings_of(*each)) for each in asked]
+    mine = compare(reader, NOTHING_ASKED, prompt, kept, full, logits)
+    assert [each.tokens for each in mine] == theirs
+    assert len({tuple(each.tokens) for each in mine}) > 5  # or nothing was told apart
+    assert [each.same for each in mine] == [answer == full.tokens for answer in theirs]
+
+
+def test_the_full_cache_beside_itself_differs_in_nothing(reader, prompt):
+    full, logits = full_answer(reader, NOTHING_ASKED, prompt)
+    whole = Kept(keys=prompt.keys, values=prompt.values, tokens=0)
+    half = Scored(prompt).keep(settings_of("random", 0.2))
+    one, other = compare(reader, NOTHING_ASKED, prompt, [whole, half], full, logits)
+    assert one.same
+    assert one.top1 == 1.0
+    assert one.kl == pytest.approx(0.0, abs=1e-5)
+    assert other.kl > 0.01
+
+
+def test_an_answer_of_one_token_says_nothing_of_the_cache(reader, prompt):
+    alone = Answer(tokens=[5], text="")
+    item = Item(name="x", task="x", messages=(), answers=(), max_tokens=1)
+    half = Scored(prompt).keep(settings_of("random", 0.2))
+    (made,) = compare(reader, item, prompt, [half], alone, torch.empty(0, 512))
+    assert (made.same, made.kl, made.top1) == (True, None, None)
