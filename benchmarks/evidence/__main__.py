@@ -11,14 +11,14 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.evidence.answers import compare, full_answer
-from benchmarks.evidence.cells import lines
+from benchmarks.evidence.cells import FULL, lines
 from benchmarks.evidence.kept import Kept, Scored, settings_of
 from benchmarks.evidence.reader import Prompt, Reader
 from benchmarks.evidence.variants import VARIANTS
@@ -102,7 +102,7 @@ def measure_task(
     for line in lines(args.out):
         if all(line[key] == value for key, value in where.items()):
             known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-            if line["method"] == "full" and not line["score"]:
+            if line["method"] == FULL and not line["score"]:
                 known[line["item"]].add(("unknown", 0.0))
     items = build_items(
         [task],
@@ -118,46 +118,57 @@ def measure_task(
         Reads.COLUMN_SUMS in method_of(settings_of(raw, 0.5)).reads for raw in methods.values()
     )
     answered = 0
-    shared: Prompt | None = None
     start = time.perf_counter()
-    for index, item in enumerate(items):
-        if answered == args.count:
-            break
+
+    def is_todo(item: Item) -> bool:
+        nonlocal answered
         have = known.get(item.name, set())
         if ("unknown", 0.0) in have:
-            continue
+            return False
+        done = bool(have) and have.issuperset(wanted)
+        answered += done
+        return not done
+
+    for item, prompt in read_items(reader, items, is_todo, sums=sums):
+        if answered >= args.count:
+            break
+        have = known.get(item.name, set())
         todo = [pair for pair in wanted if pair not in have]
-        if have and not todo:
-            answered += 1
-            continue
-        ids = reader.encode(item.messages)
-        if shared is None or shared.ids != ids[: len(shared.ids)]:
-            shared = None
-            if index + 1 < len(items) and items[index + 1].group == item.group:
-                after = reader.encode(items[index + 1].messages)
-                common = next(
-                    (
-                        i
-                        for i, pair in enumerate(zip(ids, after, strict=False))
-                        if len(set(pair)) > 1
-                    ),
-                    min(len(ids), len(after)),
-                )
-                # less than half is not worth keeping
-                if common > len(ids) // 2 and common < len(ids):
-                    shared = reader.read(ids[:common], sums=sums)
-        prompt = reader.read(ids, sums=sums, earlier=shared)
         results = measure(reader, item, prompt, todo, methods)
-        right = next(r["score"] for r in results if r["method"] == "full")
-        if ("full", 1.0) in have:
-            results = [r for r in results if r["method"] != "full"]
+        right = next(r["score"] for r in results if r["method"] == FULL)
+        if (FULL, 1.0) in have:
+            results = [r for r in results if r["method"] != FULL]
         with args.out.open("a") as out:
             for result in results:
                 row = {**origin, "task": task, "item": item.name, "group": item.group, **result}
                 out.write(json.dumps(row) + "\n")
         answered += right > 0
         spent = time.perf_counter() - start
-        print(f"{task}: {answered} of {args.count}, {index + 1} asked, {spent:.0f} s", flush=True)
+        print(f"{item.name}: {answered} of {args.count} answered, {spent:.0f} s", flush=True)
+
+
+def read_items(
+    reader: Reader, items: Sequence[Item], is_todo: Callable[[Item], bool], *, sums: bool
+) -> Iterator[tuple[Item, Prompt]]:
+    """Each item that is to do, and its full cache; what a text's questions share is read once."""
+    shared: Prompt | None = None
+    for item, after in zip(items, [*items[1:], None], strict=True):
+        if not is_todo(item):
+            continue
+        ids = reader.encode(item.messages)
+        if shared is None or shared.ids != ids[: len(shared.ids)]:
+            shared = None
+            if after is not None and after.group == item.group:
+                common = shared_length(ids, reader.encode(after.messages))
+                if len(ids) // 2 < common < len(ids):
+                    shared = reader.read(ids[:common], sums=sums)
+        yield item, reader.read(ids, sums=sums, earlier=shared)
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    differ = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differ, min(len(one), len(other)))
 
 
 def measure(
@@ -172,7 +183,7 @@ def measure(
     right = score(item.answers, full.text)
     length = len(prompt.ids)
     out: list[dict[str, Any]] = [
-        {"method": "full", "budget": 1.0, "score": right, "prompt_tokens": length, "kept": 1.0}
+        {"method": FULL, "budget": 1.0, "score": right, "prompt_tokens": length, "kept": 1.0}
     ]
     if not right:
         return out

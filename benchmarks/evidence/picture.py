@@ -1,0 +1,74 @@
+"""Quality against the budget: a panel for each model, a line for each method."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
+
+from benchmarks.evidence.cells import ALL, Cell
+from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
+
+_INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
+_NAMED = {
+    RECOMMENDED: ("#b5342f", "o", 2.4),
+    "chunkkv": ("#2171b5", "s", 1.4),
+    "cake": ("#d9730d", "^", 1.4),
+    "snapkv": ("#3f9b5f", "D", 1.4),
+    "streamingllm": ("#7a6a53", "v", 1.2),
+    "random": ("#616e7c", "x", 1.2),
+}
+
+
+def save_picture(found: Sequence[Cell], path: Path) -> None:
+    """Scores over all tasks; methods without a colour of their own are thin lines behind."""
+    shown = [
+        c for c in found if c.task == ALL and (c.method not in VARIANTS or c.method == RECOMMENDED)
+    ]
+    places = list(dict.fromkeys((c.model, c.question, c.tokens) for c in shown))
+    figure = Figure(
+        figsize=(5.2 * max(len(places), 1), 4.4), dpi=150, facecolor="white", layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    for number, place in enumerate(places, 1):
+        axes = figure.add_subplot(1, len(places), number)
+        here = [cell for cell in shown if (cell.model, cell.question, cell.tokens) == place]
+        _panel(axes, here, f"{place[0]}, question {place[1]}, {place[2]:,} tokens")
+        if number == 1:
+            axes.set_ylabel("share of the full cache's answers", color=_INK)
+            axes.legend(fontsize=8, frameon=False, loc="upper left")
+    figure.savefig(path, format="png")
+
+
+def _panel(axes: Axes, here: Sequence[Cell], title: str) -> None:
+    methods = list(dict.fromkeys(cell.method for cell in here))
+    for method in sorted(methods, key=lambda name: name in _NAMED):
+        line = sorted((c for c in here if c.method == method), key=lambda c: c.budget)
+        x, y = [c.budget for c in line], [c.score.mean for c in line]
+        if method not in _NAMED:
+            axes.plot(x, y, color=_RULE, linewidth=1.0, zorder=1)
+            continue
+        color, mark, width = _NAMED[method]
+        errors = [
+            [max(c.score.mean - c.score.low, 0.0) for c in line],
+            [max(c.score.high - c.score.mean, 0.0) for c in line],
+        ]
+        axes.errorbar(
+            x, y, yerr=errors, label=method, color=color, marker=mark, markersize=5,
+            linewidth=width, capsize=2.5, elinewidth=0.9, zorder=3,
+        )  # fmt: skip
+    budgets = sorted({cell.budget for cell in here})
+    axes.set_xscale("log")
+    axes.set_xticks(budgets)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(-0.03, 1.05)
+    axes.set_xlabel("budget", color=_INK)
+    axes.set_title(title, size=9, color=_INK, loc="left")
+    axes.tick_params(labelsize=8, colors=_QUIET)
+    axes.grid(color=_RULE, linewidth=0.5)
+    for spine in axes.spines.values():
+        spine.set(color=_RULE)

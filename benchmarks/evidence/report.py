@@ -1,0 +1,138 @@
+"""Tables and a picture of measured answers.
+
+python -m benchmarks.evidence.report .cache/evidence/*.jsonl --out benchmarks/results/evidence
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.cells import ALL, Cell, answered, as_json, cells, read
+from benchmarks.evidence.picture import save_picture
+from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
+
+Where = tuple[str, str, int]
+"""Model, place of the question, tokens of a prompt."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="what benchmarks.evidence wrote")
+    parser.add_argument("--out", type=Path, required=True, help="of .json, .md and .png")
+    args = parser.parse_args(argv)
+    results = read(args.results)
+    found = cells(results)
+    origin = {
+        key: sorted({str(line[key]) for line in results}) for key in ("machine", "commit", "seed")
+    }
+    document = {"origin": origin, "cells": as_json(found)}
+    args.out.with_suffix(".json").write_text(json.dumps(document, indent=0) + "\n")
+    args.out.with_suffix(".md").write_text(markdown(found, results, origin))
+    save_picture(found, args.out.with_suffix(".png"))
+
+
+def markdown(
+    found: Sequence[Cell], results: Sequence[dict[str, Any]], origin: dict[str, list[str]]
+) -> str:
+    """Presets and parts of each model, then each task."""
+    parts = ["# What answers keep\n", _legend(origin)]
+    places = list(dict.fromkeys(_where(cell) for cell in found))
+    for place in places:
+        here = [cell for cell in found if _where(cell) == place]
+        model, question, tokens = place
+        parts.append(f"## {model}, question {question}, up to {tokens:,} tokens\n")
+        counts = answered(results)
+        tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
+        told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in tasks)
+        parts.append(f"The full cache answered, at least in part: {told}.\n")
+        everywhere = [cell for cell in here if cell.task == ALL]
+        presets = [c for c in everywhere if c.method not in VARIANTS or c.method == RECOMMENDED]
+        parts.append(_table(presets))
+        variants = [cell for cell in everywhere if cell.method in VARIANTS]
+        if len({cell.method for cell in variants}) > 1:
+            parts.append("One part of the recommended preset exchanged, on the same prompts:\n")
+            parts.append(_table(_on_the_same_prompts(results, place)))
+        if len(tasks) > 1:
+            for task in tasks:
+                parts.append(f"`{task}`:\n")
+                of_task = [c for c in here if c.task == task and c.method not in _only_variants()]
+                parts.append(_table(of_task))
+    return "\n".join(parts)
+
+
+def _only_variants() -> set[str]:
+    return set(VARIANTS) - {RECOMMENDED}
+
+
+def _on_the_same_prompts(results: Sequence[dict[str, Any]], place: Where) -> list[Cell]:
+    """Cells of the variants over prompts that all of them were measured on."""
+    lines = [
+        line
+        for line in results
+        if (line["model"], line["question"], line["tokens"]) == place and line["method"] in VARIANTS
+    ]
+    others = _only_variants() & {line["method"] for line in lines}
+    budgets = {line["budget"] for line in lines if line["method"] in others}
+    measured: dict[str, set[tuple[str, float]]] = {}
+    for line in lines:
+        measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
+    wanted = {(name, budget) for name in (*others, RECOMMENDED) for budget in budgets}
+    shared = {item for item, have in measured.items() if wanted <= have}
+    kept = [line for line in lines if line["item"] in shared and line["budget"] in budgets]
+    return [cell for cell in cells(kept) if cell.task == ALL]
+
+
+def _where(cell: Cell) -> Where:
+    return cell.model, cell.question, cell.tokens
+
+
+def _legend(origin: dict[str, list[str]]) -> str:
+    return (
+        "Score: share of what the full cache's answer names that the compressed cache's greedy"
+        " answer names too, over prompts where the full cache names something. In brackets the 95 %"
+        " interval of a bootstrap over texts. KL: nats per token from the full cache's"
+        " distributions, along the full cache's own answers without their first token, which is the"
+        " same for all.\n\n"
+        f"Float32, greedy, pages of 16 tokens; {', '.join(origin['machine'])};"
+        f" commit {', '.join(origin['commit'])}; seed {', '.join(origin['seed'])}.\n"
+    )
+
+
+def _table(found: Sequence[Cell]) -> str:
+    budgets = sorted({cell.budget for cell in found}, reverse=True)
+    by = {(cell.method, cell.budget): cell for cell in found}
+    methods = list(dict.fromkeys(cell.method for cell in found))
+    last = budgets[-1] if budgets else 0.0
+    middle = budgets[len(budgets) // 2] if budgets else 0.0
+
+    def rank(method: str) -> tuple[float, float]:
+        cells_of = [by.get((method, budget)) for budget in (middle, last)]
+        scores = [-(cell.score.mean if cell else 0.0) for cell in cells_of]
+        return scores[0], scores[1]
+
+    header = ["method", *(f"score, {b:g}" for b in budgets), *(f"KL, {b:g}" for b in budgets)]
+    rows = []
+    for method in sorted(methods, key=rank):
+        named = f"**`{method}`**" if method == RECOMMENDED else f"`{method}`"
+        of = [by.get((method, budget)) for budget in budgets]
+        rows.append([named, *(_score(cell) for cell in of), *(_kl(cell) for cell in of)])
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _score(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return f"{cell.score.mean:.0%} ({cell.score.low:.0%} to {cell.score.high:.0%})"
+
+
+def _kl(cell: Cell | None) -> str:
+    return "" if cell is None or cell.kl is None else f"{cell.kl.mean:.3f}"
+
+
+if __name__ == "__main__":
+    main()
