@@ -21,6 +21,7 @@ from benchmarks.evidence.answers import compare, full_answer
 from benchmarks.evidence.cells import FULL, lines
 from benchmarks.evidence.kept import Kept, Scored, settings_of
 from benchmarks.evidence.reader import Prompt, Reader
+from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items, score
@@ -40,7 +41,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct", help="its folder")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=[*TASKS, TASK])
     parser.add_argument("--count", type=int, default=100, help="answered prompts of each task")
     parser.add_argument("--tokens", type=int, default=2200, help="tokens of a prompt, about")
     parser.add_argument("--question", choices=("last", "first"), default="last")
@@ -102,17 +103,9 @@ def measure_task(
     for line in lines(args.out):
         if all(line[key] == value for key, value in where.items()):
             known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-            if line["method"] == FULL and not line["score"]:
+            if line["method"] == FULL and not line["score"] and task != TASK:
                 known[line["item"]].add(("unknown", 0.0))
-    items = build_items(
-        [task],
-        count=args.count * MOST_ASKED,
-        tokens=args.tokens,
-        seed=args.seed,
-        question=args.question,
-        count_tokens=reader.count_tokens,
-        questions_per_text=args.per_text,
-    )
+    items = items_of(reader, args, task)
     wanted = [(name, budget) for name in methods for budget in args.budgets]
     sums = any(
         Reads.COLUMN_SUMS in method_of(settings_of(raw, 0.5)).reads for raw in methods.values()
@@ -142,9 +135,26 @@ def measure_task(
             for result in results:
                 row = {**origin, "task": task, "item": item.name, "group": item.group, **result}
                 out.write(json.dumps(row) + "\n")
-        answered += right > 0
+        answered += right > 0 or not item.answers
         spent = time.perf_counter() - start
         print(f"{item.name}: {answered} of {args.count} answered, {spent:.0f} s", flush=True)
+
+
+def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
+    """More prompts than are wanted, since the full cache will not answer all."""
+    if task == TASK:
+        return text_items(
+            count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=reader.count_tokens
+        )
+    return build_items(
+        [task],
+        count=args.count * MOST_ASKED,
+        tokens=args.tokens,
+        seed=args.seed,
+        question=args.question,
+        count_tokens=reader.count_tokens,
+        questions_per_text=args.per_text,
+    )
 
 
 def read_items(
@@ -185,7 +195,7 @@ def measure(
     out: list[dict[str, Any]] = [
         {"method": FULL, "budget": 1.0, "score": right, "prompt_tokens": length, "kept": 1.0}
     ]
-    if not right:
+    if item.answers and not right:
         return out
     scored = Scored(prompt)
     ordered = sorted(todo, key=lambda pair: pair[1])

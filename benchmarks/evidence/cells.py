@@ -19,7 +19,8 @@ class Cell:
     Args:
         model, question, task: of which prompts; `task` is ALL for those of all tasks.
         tokens: longest prompt.
-        score: share of what the full cache names that the compressed one names too.
+        score: share of what the full cache names that the compressed one names too; None where
+            nothing is asked.
         same: share of greedy answers that are the full cache's, token for token.
         kl: nats per token along the full cache's answers.
         kept: share of the prompts' tokens.
@@ -31,7 +32,7 @@ class Cell:
     task: str
     method: str
     budget: float
-    score: Estimate
+    score: Estimate | None
     same: Estimate
     kl: Estimate | None
     kept: float
@@ -64,7 +65,8 @@ def cells(results: Sequence[Mapping[str, Any]]) -> list[Cell]:
         if line["method"] == FULL:
             continue
         where = (line["model"], line["question"], line["tokens"])
-        for task in (line["task"], ALL):
+        # A text that is only gone on with is no task: nothing is asked of it.
+        for task in (line["task"], ALL) if line["full"] else (line["task"],):
             key = (*where, task, line["method"], line["budget"])
             grouped.setdefault(key, []).append(line)
     return [_cell(key, found) for key, found in grouped.items()]
@@ -72,11 +74,18 @@ def cells(results: Sequence[Mapping[str, Any]]) -> list[Cell]:
 
 def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
     model, question, tokens, task, method, budget = key
-    groups = [line["group"] for line in found]
+    groups = [line["group"] or line["item"] for line in found]
+    score = None
+    if any(line["full"] for line in found):
+        score = estimate(
+            [line["score"] for line in found], groups, sizes=[line["full"] for line in found]
+        )
     diverged = [line for line in found if line["kl"] is not None]
     kl = None
     if diverged:
-        kl = estimate([line["kl"] for line in diverged], [line["group"] for line in diverged])
+        kl = estimate(
+            [line["kl"] for line in diverged], [line["group"] or line["item"] for line in diverged]
+        )
     return Cell(
         model=model,
         question=question,
@@ -84,9 +93,7 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
         task=task,
         method=method,
         budget=budget,
-        score=estimate(
-            [line["score"] for line in found], groups, sizes=[line["full"] for line in found]
-        ),
+        score=score,
         same=estimate([float(line["same"]) for line in found], groups),
         kl=kl,
         kept=sum(line["kept"] for line in found) / len(found),

@@ -96,6 +96,7 @@ def measured(reader: Reader, model: str, size: Size) -> dict[tuple[str, float], 
 
 
 def floor_of(cell: Cell) -> dict[str, float]:
+    assert cell.score is not None
     assert cell.kl is not None
     return {"score": round(cell.score.low, 4), "kl": round(cell.kl.high, 4)}
 

@@ -183,7 +183,13 @@ class Reader:
         return AutoTokenizer.from_pretrained(self._folder)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The prompt's tokens; a last message of the assistant is gone on with."""
+        """The prompt's tokens; a last message of the assistant is gone on with.
+
+        Where that is the only one, it is plain text.
+        """
+        if len(messages) == 1 and messages[0]["role"] == "assistant":
+            plain: list[int] = self.tokenizer.encode(messages[0]["content"])
+            return plain
         begun = messages[-1]["role"] == "assistant"
         text: str = self.tokenizer.apply_chat_template(
             list(messages[:-1] if begun else messages), tokenize=False, add_generation_prompt=True

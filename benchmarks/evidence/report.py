@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.evidence.cells import ALL, Cell, answered, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
+from benchmarks.evidence.texts import TASK
 from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
 
 Where = tuple[str, str, int]
@@ -47,7 +48,7 @@ def markdown(
         parts.append(f"## {model}, question {question}, up to {tokens:,} tokens\n")
         counts = answered(results)
         tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
-        told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in tasks)
+        told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in tasks if task != TASK)
         parts.append(f"The full cache answered, at least in part: {told}.\n")
         everywhere = [cell for cell in here if cell.task == ALL]
         presets = [c for c in everywhere if c.method not in VARIANTS or c.method == RECOMMENDED]
@@ -111,7 +112,9 @@ def _table(found: Sequence[Cell]) -> str:
 
     def rank(method: str) -> tuple[float, float]:
         cells_of = [by.get((method, budget)) for budget in (middle, last)]
-        scores = [-(cell.score.mean if cell else 0.0) for cell in cells_of]
+        scores = [-cell.score.mean if cell and cell.score else 0.0 for cell in cells_of]
+        if not any(scores):
+            scores = [cell.kl.mean if cell and cell.kl else 0.0 for cell in cells_of]
         return scores[0], scores[1]
 
     header = ["method", *(f"score, {b:g}" for b in budgets), *(f"KL, {b:g}" for b in budgets)]
@@ -125,7 +128,7 @@ def _table(found: Sequence[Cell]) -> str:
 
 
 def _score(cell: Cell | None) -> str:
-    if cell is None:
+    if cell is None or cell.score is None:
         return ""
     return f"{cell.score.mean:.0%} ({cell.score.low:.0%} to {cell.score.high:.0%})"
 

@@ -1,0 +1,41 @@
+"""Stretches of CPython's manual: how far a compressed cache moves from the full one's own text."""
+
+import random
+import re
+
+from vllm_kvcompress.compare.tasks import CountTokens, Item
+from vllm_kvcompress.demo.text import english
+
+TASK = "texts"
+NEXT_TOKENS = 32
+
+
+def text_items(*, count: int, tokens: int, seed: int, count_tokens: CountTokens) -> list[Item]:
+    """Plain texts of up to `tokens` tokens, to go on with; nothing is asked of them."""
+    return [
+        Item(
+            name=f"{TASK}/{number}",
+            task=TASK,
+            messages=({"role": "assistant", "content": text},),
+            answers=(),
+            max_tokens=NEXT_TOKENS,
+        )
+        for number in range(count)
+        for text in [passage(tokens, random.Random(f"{seed}:{TASK}:{number}"), count_tokens)]
+    ]
+
+
+def passage(tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
+    """The longest stretch of up to `tokens` tokens from where some paragraph begins."""
+    text = english()
+    starts = [m.end() for m in re.finditer(r"\n\n(?=[A-Z])", text)]
+    start = rng.choice([at for at in starts if at + tokens * 12 < len(text)])
+    ends = [m.end() for m in re.finditer(r"\S+", text[start : start + tokens * 12])]
+    low, high = 1, len(ends)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if count_tokens(text[start : start + ends[middle - 1]]) <= tokens:
+            low = middle
+        else:
+            high = middle
+    return text[start : start + ends[low - 1]]
