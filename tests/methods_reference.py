@@ -261,7 +261,7 @@ def heavy_recent(row, n):
 # -- D2O merge -------------------------------------------------------------------------------------
 
 
-def merge(k, v, kept):
+def merge(k, v, kept, values_only=False):
     """One KV head: k and v ``[S, d]``, `kept` a sorted list."""
     evicted = [i for i in range(len(k)) if i not in set(kept)]
     unit = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
@@ -276,6 +276,7 @@ def merge(k, v, kept):
             weight = np.exp(u[into])
             z = math.e + weight.sum()
             members = [evicted[e] for e in into]
-            new_k[at] = (math.e * k[j] + weight @ k[members]) / z
+            if not values_only:
+                new_k[at] = (math.e * k[j] + weight @ k[members]) / z
             new_v[at] = (math.e * v[j] + weight @ v[members]) / z
     return new_k, new_v

@@ -119,6 +119,26 @@ def test_combinations_that_make_no_sense(raw, words):
     refused(*words, raw=raw)
 
 
+@pytest.mark.parametrize("preset", ["snapkv", "d2o"])
+def test_merging_is_no_yes_or_values_alone(preset):
+    """None is the preset's own."""
+    usual = preset == "d2o"
+    meant = {True: True, False: False, "true": True, "false": False, "values": "values"}
+    for value, want in {**meant, None: usual}.items():
+        config = parse(preset, merge=value)
+        found = config.parts.merge
+        assert (found, type(found)) == (want, type(want))
+        assert CompressionConfig.parse(config.to_additional_config()).parts.merge == want
+    assert parse(preset, merge="values") != parse(preset, merge=True)
+
+
+@pytest.mark.parametrize(
+    "value", ["keys", "value", "Values", "", 1, 0, 2, NAN, [True], {}, ["values"]]
+)
+def test_other_ways_to_merge_are_refused(value):
+    refused('merge must be true, "values" to fold', "or false", repr(value), merge=value)
+
+
 def test_lists_become_parameters():
     config = parse("d2o", allocator_params={"skip_layers": [0, 1, -1]})
     assert config.build_allocator() == D2O(skip_layers=(0, 1, -1))
@@ -306,6 +326,7 @@ FULL = {
         {"compress": "cake", "budget": "0.3", "window": "8"},
         {"compress": "cake", "budget": 0.2, "window": 32, "min_prompt": 1024},
         {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
+        {"compress": "snapkv", "merge": "values"},
         {"compress": "off", "budget": 0.3},
         FULL,
     ],

@@ -369,13 +369,3 @@ def test_caote_of_equal_tokens_keeps_the_first(scorer, base, seed):
         assert len(scores[::2].unique()) == len(scores[1::2].unique()) == 1
         best = sorted(range(39), key=lambda j: (-scores[j].item(), j))[:5]
         assert kept.positions[0][0].tolist() == [*sorted(best), 39]
-
-
-def test_d2o_merges_all_when_every_evicted_token_has_a_twin():
-    """Cosines of 1 but for rounding: all reach their mean."""
-    k = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    k = k[:, :, torch.arange(12) % 4]
-    v = torch.arange(12.0)[None, None, :, None].expand(1, 1, 12, 4)
-    kept = compress(torch.zeros(1, 1, 12, 4), k, v, policy="d2o", budget=8)
-    assert kept.positions[0][0].tolist() == [0, 1, 2, 3, 4, 5, 10, 11]
-    torch.testing.assert_close(kept.values[0][0, :4, 0], torch.tensor([4.0, 5.0, 4.0, 5.0]))

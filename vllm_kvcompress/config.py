@@ -14,6 +14,7 @@ from vllm_kvcompress.parsing import (
     parse_aliases,
     parse_bounds,
     parse_budget,
+    parse_merge,
     parse_methods,
     plain,
 )
@@ -25,6 +26,7 @@ from vllm_kvcompress.policies.presets import (
     CUSTOM,
     METHODS,
     PRESETS,
+    Merge,
     Params,
     Preset,
     refuse_nonsense,
@@ -77,8 +79,9 @@ class CompressionConfig(BaseModel):
     """What caote and fastcaote take their weights from: snapkv, tova or h2o."""
     selector: str | None = None
     """From scores to positions; None takes the preset's."""
-    merge: bool | None = None
-    """Fold evicted tokens into their nearest kept ones (D2O); None takes the preset's."""
+    merge: Merge | None = None
+    """Fold evicted tokens into their nearest kept ones (D2O), or their "values" alone, which
+    leaves keys as they are; None takes the preset's."""
     allocator_params: Params = ()
     """Parameters of the allocator, as an object: ``{"beta": 10}``."""
     scorer_params: Params = ()
@@ -128,6 +131,11 @@ class CompressionConfig(BaseModel):
     @classmethod
     def _bounds(cls, value: Any) -> tuple[Bounds, ...]:
         return parse_bounds(value)
+
+    @field_validator("merge", mode="before")
+    @classmethod
+    def _merge(cls, value: Any) -> Merge | None:
+        return parse_merge(value)
 
     @field_validator("alias", mode="before")
     @classmethod

@@ -31,7 +31,7 @@ class Compressed:
     Args:
         budgets: tokens kept, n_l.
         positions: ``[Hkv, n_l]`` int64, ascending.
-        keys: ``[Hkv, n_l, D]`` in the dtype given; merged where the method merges.
+        keys: ``[Hkv, n_l, D]`` in the dtype given; merged where the method merges keys.
         values: as `keys`.
         scores: ``[Hkv, S]`` float32 of the scorer, +inf where a token is kept whatever its score.
             Chunks are ranked by their mean over all heads, from the layer whose ranking is used.
@@ -155,8 +155,17 @@ def _collect(
         kept = stacked[place.layer, :, :count].long()
         if method.merge:
             kept_tokens = torch.full((1,), count, dtype=torch.int32, device=kept.device)
-            prompt = place.pages[None], plan.tokens, kept[None], kept_tokens, count
-            k, v = (x[0] for x in merge_evicted(place.key_pages, place.value_pages, *prompt))
+            merged = merge_evicted(
+                place.key_pages,
+                place.value_pages,
+                place.pages[None],
+                plan.tokens,
+                kept[None],
+                kept_tokens,
+                least=count,
+                values_only=method.values_only,
+            )
+            k, v = (x[0] for x in merged)
             k, v = k.to(keys.dtype), v.to(values.dtype)
         else:
             index = kept[..., None].expand(-1, -1, keys.shape[-1])

@@ -7,9 +7,10 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import choose
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.policies.presets import PRESETS, Merge
 
 Bounds = tuple[float, float] | tuple[int, int]
+_MERGES: Mapping[str, Merge] = {"true": True, "false": False, "values": "values"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,22 @@ def parse_methods(value: Any) -> tuple[str, ...]:
     for name in names:
         choose("allow_override", dict.fromkeys(("off", *PRESETS)), name)
     return names
+
+
+def parse_merge(value: Any) -> Merge | None:
+    """Whether evicted tokens are folded into kept ones: a bool or its text, or "values"; or None.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in _MERGES:
+        return _MERGES[value]
+    raise ConfigError(
+        'merge must be true, "values" to fold values alone and leave keys as they are, or false;'
+        f" got {value!r}"
+    )
 
 
 def parse_bounds(value: Any) -> tuple[Bounds, ...]:

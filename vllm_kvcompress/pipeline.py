@@ -18,6 +18,7 @@ from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns, LayerStats, PagedValues, PagePlan
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.policies.budgets import round_to_pages
+from vllm_kvcompress.policies.presets import Merge
 from vllm_kvcompress.policies.scorers.accumulated import column_means
 
 
@@ -62,13 +63,18 @@ class Method:
     """One allocator, scorer and selector at work.
 
     Args:
-        merge: fold evicted tokens into their nearest kept ones.
+        merge: fold evicted tokens into their nearest kept ones, or their values alone.
     """
 
     allocator: Allocator
     scorer: Scorer
     selector: Selector
-    merge: bool
+    merge: Merge
+
+    @property
+    def values_only(self) -> bool:
+        """Whether keys stay as they are where tokens merge."""
+        return self.merge == "values"
 
     @property
     def reads(self) -> Reads:

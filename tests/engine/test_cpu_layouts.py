@@ -157,11 +157,12 @@ def test_what_has_no_order_is_refused(writer):
 
 
 PROMPTS = [tokens(n, seed=n) for n in (700, 333, 161)]
-METHODS = ("cake", "d2o", "h2o", "caote", "chunkkv")  # each reads or moves in its own way
+# each reads or moves in its own way; the engine's own is tova, and merges values alone
+METHODS = ("cake", "d2o", "h2o", "caote", "chunkkv", "tova")
 LONGEST = len(PROMPTS[0]) + 8
 POOLS = {
     "fresh": (METHODS, PROMPTS, 80),
-    "in place": (("cake", "d2o"), PROMPTS[:1], 1 + -(-LONGEST // BLOCK)),  # it just fits
+    "in place": (("cake", "d2o", "tova"), PROMPTS[:1], 1 + -(-LONGEST // BLOCK)),  # it just fits
 }
 
 
@@ -177,7 +178,7 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
             make("llama-gqa", checkpoints_folder),
             blocks=blocks,
             dtype="bfloat16",
-            additional_config=settings("cake", 0.4, allow_override="all"),
+            additional_config=settings("tova", 0.4, allow_override="all", merge="values"),
             max_num_batched_tokens=150,
             max_num_seqs=4,
             max_model_len=LONGEST,

@@ -93,6 +93,7 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # In the last, not all layers that are scored together are read: layer 0 ranks for 1 and 2.
 KEEPING = {name: {} for name in PRESET_NAMES}
 KEEPING["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
+KEEPING["d2o, values merged alone"] = {"merge": "values"}
 
 
 @pytest.mark.parametrize("preset", KEEPING)
@@ -131,6 +132,8 @@ def test_engine_and_offline_keep_the_same(preset, model, plain):
         assert torch.equal(made[0][layer], packed)
         count = keys.shape[1]
         torch.testing.assert_close(keys, want.keys[layer][:, :count], rtol=1e-5, atol=1e-6)
+        if preset != "d2o":  # which merges keys: all others move them
+            assert torch.equal(keys, k[layer].gather(1, packed[..., None].expand_as(keys)))
         torch.testing.assert_close(values, want.values[layer][:, :count], rtol=1e-5, atol=1e-6)
         tail = len(prompt) % BLOCK  # D2O folds tokens into it too
         for mine, theirs in zip(tails[layer], (want.keys, want.values), strict=True):

@@ -19,7 +19,7 @@ close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.reference)
 
 
-def slow(k, v, kept):
+def slow(k, v, kept, values_only=False):
     """docs/methods.md 6 in float64 by loops: k ``[Hkv, S, d]``, v ``[Hkv, S, dv]``."""
     k_out, v_out = [], []
     for g, stay in enumerate(kept):
@@ -33,7 +33,7 @@ def slow(k, v, kept):
             rows = [(math.e, j)]
             rows += [(math.exp(u), i) for i, (u, at) in best.items() if at == n and u >= tau]
             total = sum(w for w, _ in rows)
-            k_out.append(sum(w * k[g, i] for w, i in rows) / total)
+            k_out.append(k[g, j] if values_only else sum(w * k[g, i] for w, i in rows) / total)
             v_out.append(sum(w * v[g, i] for w, i in rows) / total)
     return np.array(k_out), np.array(v_out)
 
@@ -53,14 +53,14 @@ def random(heads, tokens, count, dim=8, *, seed=0):
     return k, v, torch.from_numpy(np.stack(kept))
 
 
-def merge(k, v, kept, block=16, **how):
-    return merge_one(*paged(k, v, block, **how), k.shape[1], kept)
+def merge(k, v, kept, block=16, values_only=False, **how):
+    return merge_one(*paged(k, v, block, **how), k.shape[1], kept, values_only)
 
 
-def merge_one(key_pages, value_pages, pages, tokens, kept):
+def merge_one(key_pages, value_pages, pages, tokens, kept, values_only=False):
     """`merge_evicted` of one layer."""
     count = torch.tensor([kept.shape[-1]], dtype=torch.int32)
-    given = pages[None], tokens, kept[None], count, kept.shape[-1]
+    given = pages[None], tokens, kept[None], count, kept.shape[-1], values_only
     keys, values = merge_evicted(key_pages, value_pages, *given)
     return keys[0], values[0]
 
@@ -111,6 +111,31 @@ def test_any_shape(heads, tokens, block, seed, data):
 def planar(*cosines):
     """Unit keys at these cosines to ``(1, 0)``: ``[1, n, 2]``."""
     return torch.tensor([[[u, (1 - u * u) ** 0.5] for u in cosines]])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16, torch.float16])
+def test_values_alone(dtype):
+    """Keys keep every bit, values are what they are beside merged keys."""
+    k, v, kept = random(2, 75, 12, seed=5)
+    k, v = k.to(dtype), v.to(dtype)
+    keys, values = merge(k, v, kept, dtype=dtype, values_only=True)
+    both = merge(k, v, kept, dtype=dtype)
+    own = torch.stack([head[stay] for head, stay in zip(k, kept, strict=True)])
+    assert torch.equal(keys, own.to(keys.dtype))
+    assert torch.equal(keys.to(dtype), own)
+    assert torch.equal(values, both[1])
+    assert not torch.equal(both[0], keys)
+    want_k, want_v = slow(k.double().numpy(), v.double().numpy(), kept.tolist(), values_only=True)
+    np.testing.assert_array_equal(keys.flatten(0, 1).double(), want_k)
+    np.testing.assert_allclose(values.flatten(0, 1), want_v, **close)
+
+
+def test_keys_of_any_size_keep_their_bits():
+    """Those that a sum would round, and the smallest that there are."""
+    k, v, kept = random(1, 40, 6)
+    k[0, kept[0]] *= torch.tensor([1e-18, 1e18, 1.0, 1e-42, 3.1, 0.0])[:, None]
+    keys, _ = merge(k.float(), v.float(), kept, values_only=True)
+    assert torch.equal(keys[0], k.float()[0, kept[0]])
 
 
 def test_by_hand():

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from vllm_kvcompress.errors import ConfigError
 
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
+Merge = bool | Literal["values"]
+"""Whether evicted tokens are folded into their nearest kept ones: keys and values, or values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,8 @@ class Preset:
         window: observation window in tokens; 0 where none is needed.
         selector: name in SELECTORS.
         scorer_params: parameters of the scorer that differ from its defaults.
-        merge: whether evicted tokens are folded into their nearest kept ones.
+        merge: whether evicted tokens are folded into their nearest kept ones, or "values": their
+            values alone.
     """
 
     allocator: str
@@ -26,7 +30,7 @@ class Preset:
     window: int
     selector: str = "topk"
     scorer_params: Params = ()
-    merge: bool = False
+    merge: Merge = False
 
 
 PRESETS: Mapping[str, Preset] = {

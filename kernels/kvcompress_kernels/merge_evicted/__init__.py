@@ -14,6 +14,7 @@ def merge_evicted(
     kept: torch.Tensor,
     counts: torch.Tensor,
     least: int = 1,
+    values_only: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fold evicted tokens into the kept ones their keys resemble (D2O, arXiv:2406.13035).
 
@@ -36,11 +37,12 @@ def merge_evicted(
         counts: ``[N]`` int32: tokens that a row keeps, `least` to n; unchecked.
         least: a number of tokens that every row keeps, known to the host: the nearer, the less
             room and work are set aside for evicted tokens.
+        values_only: fold values alone; which ones, into which and by what weight is as before.
 
     Returns:
         Keys ``[N, Hkv, n, D]`` and values ``[N, Hkv, n, Dv]`` of the kept tokens, float32, or
         float64 from such a cache; zeros behind them. One that nothing was merged into is its
-        cached value bit for bit.
+        cached value bit for bit; with `values_only` every key is.
 
     Raises:
         ValueError: shapes disagree, nothing is kept, more is kept than there is, or the cache is
@@ -74,4 +76,4 @@ def merge_evicted(
     else:
         from kvcompress_kernels.merge_evicted.reference import run
 
-    return run(key_pages, value_pages, pages, tokens, kept, counts, least)
+    return run(key_pages, value_pages, pages, tokens, kept, counts, least, values_only)

@@ -215,16 +215,19 @@ def _add_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["width", "most", "evicted", "segments"],
+    do_not_specialize=["width", "most", "evicted", "segments", "values_only"],
     do_not_specialize_on_alignment=["pages", "kept", "counts"],
 )
 def fold_kernel(  # type: ignore[no-untyped-def]
     key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
-    width, most, evicted, segments, block, k_page, k_head, k_dim, k_slot,
+    width, most, evicted, segments, values_only, block, k_page, k_head, k_dim, k_slot,
     v_page, v_head, v_slot, v_dim,
     K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``keys [N, H, most, K]`` and ``values [N, H, most, V]``; zeros beyond a prompt's count."""
+    """``keys [N, H, most, K]`` and ``values [N, H, most, V]``; zeros beyond a prompt's count.
+
+    With `values_only` 1 a key reads none of its bucket, and so stays what it is.
+    """
     j, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     prompt = tl.program_id(2).to(tl.int64)
     row = prompt * heads + head
@@ -240,7 +243,8 @@ def fold_kernel(  # type: ignore[no-untyped-def]
     out = row * most + j
     _add_up(
         key_pages + head.to(tl.int64) * k_head, keys + out * K, pages, members, weights,
-        begin, end, own, j, count, block, k_page, k_slot, k_dim, K, K_PAD, ROWS,
+        begin, tl.where(values_only == 1, begin, end), own, j, count, block,
+        k_page, k_slot, k_dim, K, K_PAD, ROWS,
     )  # fmt: skip
     _add_up(
         value_pages + head.to(tl.int64) * v_head, values + out * V, pages, members, weights,

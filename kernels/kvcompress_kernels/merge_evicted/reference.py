@@ -24,12 +24,14 @@ def run(
     kept: torch.Tensor,
     counts: torch.Tensor,
     least: int,
+    values_only: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(key_pages.dtype, torch.float32)
     keys = torch.zeros(*kept.shape, key_pages.shape[2], dtype=wide, device=kept.device)
     values = keys.new_zeros(*kept.shape, value_pages.shape[3])
     for row, count in enumerate(counts.tolist()):
-        merged = _merge(key_pages, value_pages, pages[row], tokens, kept[row, :, :count].long())
+        own = kept[row, :, :count].long()
+        merged = _merge(key_pages, value_pages, pages[row], tokens, own, values_only)
         keys[row, :, :count], values[row, :, :count] = merged
     return keys, values
 
@@ -40,6 +42,7 @@ def _merge(
     pages: torch.Tensor,
     tokens: int,
     kept: torch.Tensor,
+    values_only: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads, count = kept.shape
     block = key_pages.shape[3]
@@ -78,16 +81,17 @@ def _merge(
     total = weight.new_zeros(heads * count).index_add_(0, near.flatten(), weight.flatten())
     total = total.view(heads, count, 1)
     touched = total > 0
-    for x in (keys, values):
+    folded = ((values, value),) if values_only else ((keys, key), (values, value))
+    for x, _ in folded:
         x *= torch.full_like(total, math.e).where(touched, 1.0)
     for row in range(0, evicted.shape[1], KEPT):
         tile = slice(row, row + KEPT)
         of, column = merged[:, tile].nonzero(as_tuple=True)
         token, into = evicted[:, tile][of, column], near[:, tile][of, column]
         w = weight[:, tile][of, column, None]
-        keys.view(-1, keys.shape[-1]).index_add_(0, into, key(of, token).mul_(w))
-        values.view(-1, values.shape[-1]).index_add_(0, into, value(of, token).mul_(w))
-    for x in (keys, values):
+        for x, cached in folded:
+            x.view(-1, x.shape[-1]).index_add_(0, into, cached(of, token).mul_(w))
+    for x, _ in folded:
         x /= (math.e + total).where(touched, 1.0)
     return keys, values
 

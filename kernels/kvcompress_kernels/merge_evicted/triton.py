@@ -74,6 +74,7 @@ def run(
     kept: torch.Tensor,
     counts: torch.Tensor,
     least: int,
+    values_only: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     for x in (key_pages, value_pages):
         if x.dtype == torch.float64:
@@ -122,7 +123,8 @@ def run(
     )  # fmt: skip
     fold_kernel[(max_kept, *many)](
         key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
-        width, max_kept, evicted, segments, block, *key_pages.stride(), *value_pages.stride(),
+        width, max_kept, evicted, segments, int(values_only), block,
+        *key_pages.stride(), *value_pages.stride(),
         dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
     )  # fmt: skip
     return keys, values

@@ -46,12 +46,14 @@ class Move:
         kept: ``[L, Hkv, n]`` int32 positions; those of the tail among them if tokens merge.
         counts: ``[L]`` int32, pages without the tail.
         targets: ``[L, n // bs]`` int32, where those go.
+        values_only: keys stay as they are where tokens merge.
     """
 
     prompt: torch.Tensor
     kept: torch.Tensor
     counts: torch.Tensor
     targets: torch.Tensor
+    values_only: bool
 
 
 class Packer:
@@ -106,10 +108,16 @@ class Packer:
         free = self.pool.destination(todo.destination)[: plan.pages]
         targets = self.pool.assign(todo.request_id, free, counts, plan.full_blocks)
         prompt = self.pool.every_layer(finished.blocks)
-        kept = method.select(layers, plan, pages, tail=method.merge)
+        kept = method.select(layers, plan, pages, tail=bool(method.merge))
         del layers
-        targets = targets[:, : kept.shape[2] // plan.block_size]
-        self._move(finished, Move(prompt=prompt, kept=kept, counts=counts, targets=targets))
+        move = Move(
+            prompt=prompt,
+            kept=kept,
+            counts=counts,
+            targets=targets[:, : kept.shape[2] // plan.block_size],
+            values_only=method.values_only,
+        )
+        self._move(finished, move)
         return pages
 
     def _move(self, finished: Finished, move: Move) -> None:
@@ -206,7 +214,9 @@ class Packer:
         for layer in range(self.num_layers):
             row = slice(layer, layer + 1)
             prompt, kept, counts = move.prompt[row], move.kept[row], move.counts[row]
-            pages, tail = merged_pages(plan, self.keys, self.values, prompt, kept, counts)
+            pages, tail = merged_pages(
+                plan, self.keys, self.values, prompt, kept, counts, move.values_only
+            )
             last = prompt[0, -1:]
             for part, tokens in zip((self.keys.mT, self.values), tail, strict=True):
                 # the tail's block is the request's own: no hash, no other reader
@@ -222,6 +232,7 @@ def merged_pages(
     prompt: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
+    values_only: bool,
 ) -> tuple[PageViews, PageViews]:
     """What one layer keeps, with the evicted tokens folded in, in the cache's dtype.
 
@@ -230,6 +241,7 @@ def merged_pages(
         prompt: ``[1, ceil(S / bs)]`` int64, the prompt's pages among them.
         kept: ``[1, Hkv, n]`` int32, the tail's positions among them.
         counts: ``[1]`` int32, pages without the tail.
+        values_only: keys stay as they are.
 
     Returns:
         Keys and values in ``n // bs`` pages ``[n // bs, Hkv, bs, D]``, of which the first
@@ -241,7 +253,7 @@ def merged_pages(
     lengths, least = tail_start + tail, plan.floor_pages * size + tail
     slots = tail_start + torch.arange(tail, device=tail_start.device)
     pages, tails = [], []
-    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, lengths, least)
+    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, lengths, least, values_only)
     for cache, wide in zip((keys, values), merged, strict=True):
         tokens = wide[0].to(cache.dtype)  # [Hkv, n, D]
         whole = tokens[:, : max_pages * size].unflatten(1, (max_pages, size))

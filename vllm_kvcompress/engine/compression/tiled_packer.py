@@ -1,5 +1,7 @@
 """Packing in pages that no strided view can name: unpacked to be read, packed to be written."""
 
+from functools import partial
+
 import torch
 
 from vllm_kvcompress.engine.compression.packer import Finished, Move, Packer, merged_pages
@@ -52,7 +54,9 @@ class TiledPacker(Packer):
     def _move(self, finished: Finished, move: Move) -> None:
         """In place all layers are read before any is written: one's target is another's source."""
         plan, waiting = finished.todo.plan, []
-        stage = self._merged if finished.method.merge else self._kept
+        stage = self._kept
+        if finished.method.merge:
+            stage = partial(self._merged, values_only=move.values_only)
         for layer, count in enumerate(move.counts.tolist()):
             row = slice(layer, layer + 1)
             kept = stage(plan, move.prompt[layer], move.kept[row], move.counts[row])
@@ -72,11 +76,16 @@ class TiledPacker(Packer):
         return keys.mT, values
 
     def _merged(
-        self, plan: PagePlan, prompt: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor
+        self,
+        plan: PagePlan,
+        prompt: torch.Tensor,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        values_only: bool,
     ) -> PageViews:
         """The same with the evicted tokens folded in; those of the tail are written at once."""
         cache, own = self.read(prompt), torch.arange(len(prompt))[None]
-        (keys, values), tail = merged_pages(plan, *cache, own, kept, counts)
+        (keys, values), tail = merged_pages(plan, *cache, own, kept, counts, values_only)
         if plan.tail:
             last = tuple(part[-1:].clone() for part in (cache[0].mT, cache[1]))
             for part, tokens in zip(last, tail, strict=True):
