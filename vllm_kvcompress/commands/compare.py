@@ -118,7 +118,6 @@ def run(request: Request, *, as_json: bool) -> None:
         SystemExit: 1 where nothing can be recommended, 130 where it was interrupted, 2 where the
             server was lost on the way. What was done is kept.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     own = [] if request.prompts is None else prompts.read_prompts(
         request.prompts, max_tokens=request.max_tokens
@@ -128,6 +127,7 @@ def run(request: Request, *, as_json: bool) -> None:
     lost: KVCompressError | None = None
     interrupted = False
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         comparison = stack.enter_context(
             Comparison(cells, folder=request.out, keep_text=request.keep_text)
         )

@@ -202,7 +202,7 @@ class Comparison:
 
 _KNOWS_LITTLE = 0.5
 _KL = (
-    "KL and top-1 are over the tokens up to and with the first that differs between the two answers:"
+    "KL and top-1 are over the tokens up to and with the first that differs between two answers:"
     " behind it they would judge different texts. Where answers part early, that is few tokens."
 )
 

@@ -24,8 +24,8 @@ class Outcome:
         kept_tokens: mean of the layers; None where the server said nothing of it.
         exact, shared, similarity: of the two answers (`measures.Agreement`).
         full_length: of the full cache's answer, in the unit of `shared`.
-        places, same_first, kl: over the text that both share (`measures.Divergence`); None where the
-            server tells no log-probabilities.
+        places, same_first, kl: over the text that both share (`measures.Divergence`); None where
+            the server tells no log-probabilities.
         score, full_score: share of the answers that is named; None where none are known.
         first_token_s, token_s: on this side, in seconds; `full_` on the other. `token_s` is None
             for an answer of one token.

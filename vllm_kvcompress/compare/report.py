@@ -137,8 +137,8 @@ CACHES = (
     ),
     Column(
         name="tokens",
-        meaning="Tokens that the next two are of: those that both answers share, and the one where they"
-        " part, without each first, which comes from the full cache on both sides.",
+        meaning="Tokens that the next two are of: those that both answers share, and the one where"
+        " they part, without each first, which comes from the full cache on both sides.",
         cell=lambda s: f"{s.places:,}",
     ),
     Column(

@@ -1,0 +1,157 @@
+"""``kvcompress compare`` on a server that only says what a test wants: what it finds and refuses."""
+
+import json
+
+import pytest
+
+from fake_vllm import write_prompts
+
+CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
+
+
+@pytest.fixture
+def asked(compare, fake, tmp_path):
+    """Compare twenty prompts; further flags may follow."""
+
+    def asking(*more, numbers=range(20)):
+        write_prompts(tmp_path / "mine.jsonl", numbers)
+        return compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS, *more)
+
+    return asking
+
+
+def report(tmp_path):
+    return json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+def cells(found):
+    return {(c["method"], c["budget"]): c for c in found["cells"]}
+
+
+def test_it_finds_what_each_method_forgets(asked, tmp_path):
+    done = asked("--max-drop", "0.2", "--json")
+    found = json.loads(done.out)
+    assert done.status == 0, done.err
+    assert found == report(tmp_path)
+    assert found["complete"]
+    bad, good = cells(found)["snapkv", 0.2], cells(found)["cake", 0.2]
+    assert (bad["compressed"], bad["asked"]) == (20, 20)
+    assert bad["kept"] == pytest.approx(0.2)
+    assert (bad["exact"]["mean"], bad["diverged"]) == (0.5, 2)
+    assert bad["similarity"]["mean"] == pytest.approx((1 + 2 / 8) / 2)
+    assert (bad["drop"]["mean"], bad["full_score"]["mean"]) == (0.5, 1.0)
+    # ten answers share two tokens and part at the third; the first is never counted
+    assert bad["places"] == 10 * 7 + 10 * 2
+    assert bad["same_first"]["mean"] == pytest.approx(80 / 90)
+    assert (good["exact"]["mean"], good["drop"]["mean"], good["kl"]["mean"]) == (1, 0, 0)
+    assert found["recommendation"]["cell"] == {"method": "cake", "budget": 0.2}
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert "**Run cake 0.2" in markdown
+    assert "| snapkv | 0.2 | 20 of 20 | 20.0% | 0.500 (<= " in markdown
+
+
+def test_none_within_is_status_1(asked):
+    done = asked("--methods", "snapkv", "--budgets", "0.2", "--max-drop", "0.2")
+    assert done.status == 1
+    assert "No recommendation: no method at any budget keeps the loss by score" in done.out
+    assert "0.500" in done.out
+
+
+def test_every_request_is_greedy_and_computed_in_full(asked, fake):
+    asked()
+    assert len(fake.prompts) == 20 * 5
+    assert {b["temperature"] for b in fake.prompts} == {0}
+    assert len({b["cache_salt"] for b in fake.prompts}) == 100
+    offs = [b for b in fake.prompts if b["vllm_xargs"] == {"kv_compress": "off"}]
+    assert len(offs) == 20
+
+
+def test_nothing_of_prompts_or_answers_is_kept_or_printed(asked, tmp_path):
+    done = asked()
+    kept = [p.read_bytes() for p in (tmp_path / "out").iterdir()]
+    assert kept
+    assert not any(b"secret" in text or b"11111" in text for text in kept)
+    assert "secret" not in done.out + done.err
+
+
+def test_texts_are_kept_where_that_is_asked_for(asked, tmp_path):
+    asked("--keep-text")
+    texts = tmp_path / "out" / "texts.jsonl"
+    lines = [json.loads(line) for line in texts.read_text().splitlines()]
+    assert texts.stat().st_mode & 0o077 == 0
+    assert {line["cell"] for line in lines} == {"off", "cake 0.5", "cake 0.2", "snapkv 0.5",
+                                                "snapkv 0.2"}  # fmt: skip
+    assert {line["text"] for line in lines if line["cell"] == "off"} >= {"11111111"}
+
+
+def test_without_kv_usage_nothing_is_guessed(asked, fake, tmp_path):
+    fake.usage = False
+    done = asked("--max-drop", "0.2")
+    assert (done.status, cells(report(tmp_path))["cake", 0.2]["compressed"]) == (0, None)
+    assert "? of 20" in done.out
+    assert "start it with --kv-usage" in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_nothing_was_compressed(asked, fake, tmp_path, usage):
+    """With and without --kv-usage: the server's counters did not move."""
+    fake.least, fake.usage = 1000, usage
+    done = asked("--max-drop", "0.2")
+    said = " ".join(done.out.split())
+    if usage:
+        # an answer without a word may be any: but the counters say that there was none
+        assert done.status == 1
+    assert "WARNING: nothing was compressed by cake 0.5, cake 0.2, snapkv 0.5, snapkv 0.2" in said
+    assert "Prompts below 1,000 tokens are." in said
+    assert cells(report(tmp_path))["cake", 0.2]["compressed"] == 0
+    assert done.status == 1
+
+
+def test_some_prompts_are_left_whole(compare, fake, tmp_path):
+    fake.least = 20
+    write_prompts(tmp_path / "short", range(3), words=5)
+    write_prompts(tmp_path / "long", range(2), words=30)
+    text = (tmp_path / "short").read_text() + (tmp_path / "long").read_text()
+    (tmp_path / "mine.jsonl").write_text(text)
+    done = compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
+    assert "2 of 5" in done.out
+    assert cells(report(tmp_path))["snapkv", 0.2]["exact"]["mean"] == 0.5
+
+
+def test_fewer_likely_tokens_and_none(asked, fake, tmp_path):
+    fake.top = 5
+    asked()
+    assert "gives 5 likely tokens" in str(report(tmp_path)["notes"])
+    assert cells(report(tmp_path))["snapkv", 0.2]["kl"]["mean"] > 0
+    done = asked("--no-kl")
+    assert done.status == 2
+    assert "has a run with another kl" in done.err
+    done = asked("--no-kl", "--out", "other")
+    found = json.loads((tmp_path / "other" / "report.json").read_text())
+    assert (cells(found)["snapkv", 0.2]["kl"], cells(found)["snapkv", 0.2]["places"]) == (None, 0)
+
+
+def test_a_request_that_is_refused_is_in_no_figure(asked, fake, tmp_path):
+    fake.refuse = " 7"
+    done = asked()
+    assert "The server refused 4 requests (status 400); they are in no figure." in " ".join(
+        done.out.split()
+    )
+    assert "secret" not in done.out
+    assert cells(report(tmp_path))["cake", 0.2]["asked"] == 19
+    assert not report(tmp_path)["complete"]
+
+
+def test_built_in_tasks(compare, fake, tmp_path):
+    done = compare(
+        *("--url", fake.url, "--tasks", "niah-single,key-values", "--length", 400, "--count", 2),
+        *CELLS,
+    )
+    assert done.status == 1, done.err
+    assert cells(report(tmp_path))["cake", 0.2]["asked"] == 4
+    assert set(cells(report(tmp_path))["cake", 0.2]["tasks"]) == {"niah-single", "key-values"}
+    began = [b for b in fake.prompts if b["messages"][-1]["role"] == "assistant"]
+    assert began
+    assert all(b["continue_final_message"] and not b["add_generation_prompt"] for b in began)
+    assert "Score by task" in (tmp_path / "out" / "report.md").read_text()

@@ -1,0 +1,99 @@
+"""Agreement, edit distance and KL, against definitions written out again."""
+
+import functools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvcompress.compare.measures import (
+    agreement,
+    coarse_kl,
+    distance,
+    divergence,
+    similarity,
+)
+
+TEXT = st.text("abc", max_size=12)
+
+
+def levenshtein(a: str, b: str) -> int:
+    @functools.cache
+    def of(i: int, j: int) -> int:
+        if not i or not j:
+            return i + j
+        same = a[i - 1] == b[j - 1]
+        return min(of(i - 1, j) + 1, of(i, j - 1) + 1, of(i - 1, j - 1) + (not same))
+
+    return of(len(a), len(b))
+
+
+@given(TEXT, TEXT)
+def test_distance_is_levenshteins(a, b):
+    assert distance(a, b) == levenshtein(a, b) == distance(b, a)
+
+
+@given(TEXT, TEXT)
+def test_similarity_is_one_for_the_same_alone(a, b):
+    assert 0 <= similarity(a, b) <= 1
+    assert (similarity(a, b) == 1) == (a == b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "exact", "shared", "similar"),
+    [
+        ("", "", True, 0, 1.0),
+        ("", "ab", False, 0, 0.0),
+        ("abcd", "abxd", False, 2, 0.75),
+        ("abcd", "ab", False, 2, 0.5),
+        ("kitten", "sitting", False, 0, 1 - 3 / 7),
+    ],
+)
+def test_agreement(a, b, exact, shared, similar):
+    found = agreement(list(a), list(b))
+    assert (found.exact, found.shared) == (exact, shared)
+    assert found.similarity == pytest.approx(similar)
+
+
+def distributions(size: int):
+    weights = st.lists(st.floats(1e-6, 1.0), min_size=size, max_size=size)
+    return weights.map(lambda w: [x / math.fsum(w) for x in w])
+
+
+def top(p: list[float], count: int) -> dict[str, float]:
+    order = sorted(range(len(p)), key=lambda t: -p[t])[:count]
+    return {str(t): math.log(p[t]) for t in order}
+
+
+@given(distributions(9), distributions(9), st.integers(1, 9))
+def test_kl_is_a_lower_bound_and_exact_where_all_is_told(p, q, count):
+    true = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    found = coarse_kl(top(p, count), top(q, count))
+    assert 0 <= found <= true + 1e-4
+    assert coarse_kl(top(p, 9), top(q, 9)) == pytest.approx(max(true, 0), abs=1e-4)
+    assert coarse_kl(top(p, count), top(p, count)) == pytest.approx(0, abs=1e-9)
+
+
+def test_kl_by_hand():
+    """Both tell a; p's b and q's c are among the others: (0.5, 0.5) against (0.25, 0.75)."""
+    p = {"a": math.log(0.5), "b": math.log(0.4)}
+    q = {"a": math.log(0.25), "c": math.log(0.7)}
+    want = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
+    assert coarse_kl(p, q) == pytest.approx(want)
+
+
+def test_kl_of_sure_tokens_is_finite():
+    """float32 log-probabilities add up to a little more than one."""
+    assert coarse_kl({"a": 1e-8}, {"a": -30.0, "b": 0.0}) == pytest.approx(30.0)
+    assert coarse_kl({"a": -30.0, "b": 0.0}, {"a": 1e-8}) < 20
+    assert coarse_kl({"a": 1e-7}, {"a": 1e-7}) == 0
+
+
+def test_divergence_adds_up_places():
+    sure, torn = {"a": math.log(0.9), "b": math.log(0.1)}, {"a": math.log(0.4), "b": math.log(0.6)}
+    found = divergence([sure, sure], [sure, torn])
+    assert (found.places, found.same_first) == (2, 1)
+    assert found.kl == pytest.approx(coarse_kl(sure, torn))
+    with pytest.raises(ValueError, match="shorter"):
+        divergence([sure], [])

@@ -1,0 +1,86 @@
+"""An operator's file: what a line may be, and what is said of one that is not."""
+
+import json
+
+import pytest
+
+from vllm_kvcompress.compare.prompts import keys, read_prompts
+from vllm_kvcompress.errors import ConfigError
+
+
+def read(tmp_path, *lines):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return read_prompts(path, max_tokens=64)
+
+
+def test_both_forms_of_a_line(tmp_path):
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
+    first, second, third = read(
+        tmp_path,
+        {"messages": chat, "model": "gpt", "temperature": 0.7, "max_completion_tokens": 9},
+        "",
+        {"prompt": "Where?", "answer": "Here"},
+        {"messages": chat, "answers": ["a", "b"], "max_tokens": 3},
+    )
+    assert first.messages == tuple(chat)
+    assert [i.max_tokens for i in (first, second, third)] == [9, 64, 3]
+    assert [i.answers for i in (first, second, third)] == [(), ("Here",), ("a", "b")]
+    assert second.messages == ({"role": "user", "content": "Where?"},)
+    assert second.name == "prompts/3"  # the line
+    assert {i.task for i in (first, second, third)} == {"prompts"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{secret", "must be JSON"),
+        ('["secret"]', "must be an object"),
+        ({"text": "secret"}, "must have one of messages and prompt"),
+        ({"prompt": "secret", "messages": []}, "must have one of messages and prompt"),
+        ({"prompt": ""}, "prompt must be a text that is not empty"),
+        ({"messages": []}, "messages must be a list that is not empty"),
+        ({"messages": [{"role": "user"}]}, "message 1 must be an object with role and content"),
+        ({"messages": ["secret"]}, "message 1 must be an object with role and content"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
+            "got tool_calls as well",
+        ),
+        ({"prompt": "secret", "tools": []}, "has tools, which would change what is asked"),
+        ({"prompt": "secret", "max_tokens": "9"}, "max_tokens must be a whole number"),
+        ({"prompt": "secret", "max_tokens": True}, "max_tokens must be a whole number"),
+        ({"prompt": "secret", "max_tokens": 1}, "at least 2"),
+        ({"prompt": "secret", "answer": 4}, "answer must be a text"),
+        ({"prompt": "secret", "answers": [" "]}, "answer must be a text"),
+        ({"prompt": "secret", "answer": "a", "answers": ["a"]}, "one of answer and answers"),
+    ],
+)
+def test_a_line_that_is_none_is_named_and_not_quoted(tmp_path, line, said):
+    with pytest.raises(ConfigError, match=r"mine\.jsonl, line 2") as raised:
+        read(tmp_path, {"prompt": "fine"}, line)
+    assert said in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_file(tmp_path, text):
+    with pytest.raises(ConfigError, match="must have a prompt in each line, and is empty"):
+        read(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(tmp_path / "none.jsonl", max_tokens=8)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_prompts(tmp_path / "bytes", max_tokens=8)
+
+
+def test_keys_tell_prompts_apart_and_nothing_of_them(tmp_path):
+    items = read(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}, {"prompt": "a"})
+    first, other, second, third = keys(items)
+    assert first != other
+    assert (second, third) == (f"{first}#2", f"{first}#3")
+    longer = read(tmp_path, {"prompt": "a", "max_tokens": 9})
+    assert keys(longer)[0] != first
+    assert len(first) == 64
