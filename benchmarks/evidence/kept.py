@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Scored:
         self._windows: dict[tuple[int, bool], list[WindowScores]] = {}
         self._observed: dict[tuple[Any, ...], list[Observed]] = {}
 
+    @cached_property
     def places(self) -> list[PagedLayer]:
         """Each layer's cache as pages; the last one is filled up."""
         return [
@@ -60,7 +61,7 @@ class Scored:
     def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
         key = (method.scorer, method.allocator.reads, plan.window)
         if key not in self._observed:
-            places = self.places()
+            places = self.places
             windows = self._window(places, plan, method.reads)
             sums = self.prompt.sums
             self._observed[key] = [
@@ -109,36 +110,35 @@ class Scored:
         pages = method.layer_pages(plan, observed)
         chosen = method.select(observed, plan, pages, tail=True)
         counts = (pages * self.block_size + plan.tail).tolist()
-        keys, values = [], []
-        for place, count in zip(
-            self.places() if method.merge else prompt.keys, counts, strict=True
-        ):
-            layer = len(keys)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for layer, count in enumerate(counts):
             kept = chosen[layer, :, :count].long()
-            index = kept[..., None].expand(-1, -1, prompt.keys[layer].shape[-1])
-            k, v = prompt.keys[layer].gather(1, index), prompt.values[layer].gather(1, index)
-            if isinstance(place, PagedLayer):
-                length = torch.tensor([count], dtype=torch.int32)
-                k, v = (
-                    each[0]
-                    for each in merge_evicted(
-                        place.key_pages,
-                        place.value_pages,
-                        place.pages[None],
-                        plan.tokens,
-                        kept[None].to(torch.int32),
-                        length,
-                        count,
-                        **merge_arguments(method),
-                    )
-                )
+            if method.merge:
+                k, v = self._merged(layer, kept, method)
+            else:
+                index = kept[..., None].expand(-1, -1, prompt.keys[layer].shape[-1])
+                k, v = prompt.keys[layer].gather(1, index), prompt.values[layer].gather(1, index)
             keys.append(k)
             values.append(v)
         return Kept(keys=keys, values=values, tokens=sum(counts))
 
-
-def merge_arguments(method: Method) -> dict[str, Any]:
-    return {}
+    def _merged(
+        self, layer: int, kept: torch.Tensor, method: Method
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[Hkv, n, D]`` at positions `kept`, with the others folded in."""
+        place, count = self.places[layer], kept.shape[1]
+        merged = merge_evicted(
+            place.key_pages,
+            place.value_pages,
+            place.pages[None],
+            len(self.prompt.ids),
+            kept[None].to(torch.int32),
+            torch.tensor([count], dtype=torch.int32),
+            count,
+            values_only=method.values_only,
+        )
+        return merged[0][0], merged[1][0]
 
 
 def _paged(cache: torch.Tensor, block_size: int) -> torch.Tensor:

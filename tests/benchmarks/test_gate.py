@@ -1,0 +1,94 @@
+"""The gate: the recommended preset on a real model against its floors, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.evidence import gate
+from benchmarks.evidence.cells import cells
+from benchmarks.evidence.reader import Reader
+from benchmarks.evidence.variants import RECOMMENDED
+
+
+@pytest.fixture(scope="module")
+def short(demo_model):
+    return gate.measured(Reader(demo_model), "demo", gate.SIZES["short"])
+
+
+BUDGETS = gate.SIZES["short"].budgets
+
+
+@pytest.fixture(scope="module")
+def floors():
+    return json.loads(gate.FLOORS.read_text())
+
+
+def test_the_recommended_preset_stays_above_its_floors(short, floors):
+    assert gate.judge(short, floors["short"]) == []
+
+
+def test_chance_in_its_place_is_refused(short, floors):
+    swapped = {
+        **short,
+        **{(RECOMMENDED, budget): short[gate.CHANCE, budget] for budget in BUDGETS},
+    }
+    faults = gate.judge(swapped, floors["short"])
+    assert sum("must answer at least" in fault for fault in faults) == len(BUDGETS)
+    assert sum("nats per token" in fault for fault in faults) == len(BUDGETS)
+
+
+def test_floors_that_let_chance_through_are_refused(short):
+    low = {str(budget): {"score": 0.0, "kl": 9.0} for budget in BUDGETS}
+    faults = gate.judge(short, low)
+    assert len(faults) == len(BUDGETS)
+    assert "would let random through" in faults[0]
+
+
+def test_the_full_gates_floors_are_of_its_budgets(floors):
+    assert set(floors["full"]) == {str(budget) for budget in gate.SIZES["full"].budgets}
+    for floor in floors["full"].values():
+        assert 0.2 < floor["score"] <= 1.0
+        assert 0.0 < floor["kl"] < 3.0
+
+
+def line(**changes):
+    made = {
+        "model": "m", "question": "last", "tokens": 100,
+        "task": "a", "group": "a/0", "item": "a/0/0", "method": "x", "budget": 0.1,
+        "score": 0.5, "full": 1.0, "same": False, "kl": 0.2, "kept": 0.1,
+    }  # fmt: skip
+    return made | changes
+
+
+def test_cells_weigh_a_prompt_by_what_the_full_cache_answers():
+    found = {
+        cell.task: cell
+        for cell in cells(
+            [
+                line(),
+                line(item="a/0/1", score=0.25, full=0.25, kl=None, same=True),
+                line(task="b", group="b/0", item="b/0/0", score=0.0, full=1.0, kl=0.4),
+                line(method="full", budget=1.0),
+            ]
+        )
+    }
+    assert found["a"].score.mean == pytest.approx(0.75 / 1.25)
+    assert found["a"].score.independent == 1
+    assert found["a"].kl.prompts == 1
+    assert found["all tasks"].score.mean == pytest.approx(0.75 / 2.25)
+    assert found["all tasks"].score.independent == 2
+    assert found["all tasks"].same.mean == pytest.approx(1 / 3)
+
+
+def test_a_text_that_nothing_is_asked_of_has_no_score_and_joins_no_other_task():
+    made = cells([line(task="texts", group=None, full=0.0, score=0.0)])
+    assert [(cell.task, cell.score) for cell in made] == [("texts", None)]
+    assert made[0].kl.mean == pytest.approx(0.2)
+
+
+def test_judging_takes_the_mean_and_not_the_luck_of_an_interval(short, floors):
+    cell = short[RECOMMENDED, BUDGETS[0]]
+    floor = floors["short"][str(BUDGETS[0])]["score"]
+    worse = replace(cell, score=replace(cell.score, mean=floor - 0.01))
+    assert len(gate.judge({**short, (RECOMMENDED, BUDGETS[0]): worse}, floors["short"])) == 1
