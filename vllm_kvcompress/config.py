@@ -307,15 +307,17 @@ class CompressionConfig(BaseModel):
         else:
             preset = PRESETS[self.compress]
         scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
+        selector = self.selector or preset.selector
         window = preset.window if self.window is None else self.window
         if self.window is None and (scorer != preset.scorer or scorer in CAOTES):
             window = usual_window(allocator, scorer, self._base)
         return Preset(
             allocator=allocator,
             scorer=scorer,
-            selector=self.selector or preset.selector,
+            selector=selector,
             window=window,
             scorer_params=preset.scorer_params if scorer == preset.scorer else (),
+            selector_params=preset.selector_params if selector == preset.selector else (),
             merge=preset.merge if self.merge is None else self.merge,
         )
 
@@ -338,8 +340,10 @@ class CompressionConfig(BaseModel):
         return policy
 
     def build_selector(self) -> Selector:
+        parts = self.parts
+        defaults = dict(parts.selector_params)
         policy: Selector = build(
-            "selector", SELECTORS, self.parts.selector, {}, self.selector_params
+            "selector", SELECTORS, parts.selector, defaults, self.selector_params
         )
         return policy
 

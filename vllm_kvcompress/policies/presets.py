@@ -21,6 +21,7 @@ class Preset:
         window: observation window in tokens; 0 where none is needed.
         selector: name in SELECTORS.
         scorer_params: parameters of the scorer that differ from its defaults.
+        selector_params: likewise of the selector.
         merge: whether evicted tokens are folded into their nearest kept ones, or "values": their
             values alone.
     """
@@ -30,6 +31,7 @@ class Preset:
     window: int
     selector: str = "topk"
     scorer_params: Params = ()
+    selector_params: Params = ()
     merge: Merge = False
 
 

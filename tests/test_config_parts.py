@@ -1,0 +1,185 @@
+"""What presets stand for, and what goes together."""
+
+import math
+
+import pytest
+
+from settings_as_written import parse, refused
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.policies.allocators.cake import Cake
+from vllm_kvcompress.policies.allocators.d2o import D2O
+from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.presets import METHODS, PRESETS, Preset
+from vllm_kvcompress.policies.scorers.accumulated import H2O
+from vllm_kvcompress.policies.scorers.cake import CakeIndicator
+from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.policies.scorers.chance import Random
+from vllm_kvcompress.policies.scorers.position import StreamingLLM
+from vllm_kvcompress.policies.scorers.tova import Tova
+from vllm_kvcompress.policies.scorers.window import SnapKV
+from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
+
+
+@pytest.mark.parametrize(
+    ("name", "allocator", "scorer", "window"),
+    [
+        ("snapkv", Uniform(), SnapKV(pooling="max", kernel=7), 32),
+        ("pyramidkv", Pyramid(beta=20.0), SnapKV(pooling="max", kernel=7), 32),
+        ("streamingllm", Uniform(), StreamingLLM(sinks=4), 0),
+        ("cake", Cake(tau1=1.0, tau2=1.0), CakeIndicator(gamma=200.0, kernel=5), 32),
+        ("h2o", Uniform(), H2O(), 32),
+        ("tova", Uniform(), Tova(), 1),
+        ("dynamickv", DynamicKV(r_max=10.0, every=4), SnapKV(pooling="max", kernel=7), 8),
+        ("d2o", D2O(norm="layer_minmax", floor=8), H2O(), 0),
+        ("chunkkv", Uniform(), SnapKV(kernel=1), 32),
+        ("caote", Uniform(), Caote(base="snapkv", reduce="mean"), 32),
+        ("fastcaote", Uniform(), FastCaote(base="snapkv", reduce="mean"), 32),
+        ("random", Uniform(), Random(seed=0), 32),
+    ],
+)
+def test_presets(name, allocator, scorer, window):
+    """docs/methods.md 0; StreamingLLM's own window is its ranking."""
+    config = parse(name)
+    assert config.enabled
+    assert config.build_allocator() == allocator
+    assert config.build_scorer() == scorer
+    selectors = {"chunkkv": Chunks(size=10, shared=True, reuse=1), "d2o": HeavyRecent(sinks=4)}
+    assert config.build_selector() == selectors.get(name, TopK())
+    assert config.parts.merge == (name == "d2o")
+    assert config.resolved_window == window
+    assert (config.budget, config.min_prompt, config.log_requests) == (0.2, 1024, False)
+    assert set(PRESETS) == set(METHODS) - {"off", "custom"}
+
+
+def test_a_method_of_ones_own():
+    raw = {"allocator": "cake", "scorer": "caote", "base": "snapkv", "selector": "chunks"}
+    config = CompressionConfig.parse(raw)
+    assert config.compress == "custom"
+    assert config.build_allocator() == Cake()
+    assert config.build_scorer() == Caote(base="snapkv")
+    assert config.build_selector() == Chunks()
+    assert config.resolved_window == 32
+    assert CompressionConfig.parse(config.to_additional_config()) == config
+    assert CompressionConfig.parse({"scorer": "tova"}).resolved_window == 1
+    assert CompressionConfig.parse({"scorer": "tova", "allocator": "cake"}).resolved_window == 32
+    refused("need a method", raw={"selector": "chunks"})
+
+
+def test_a_presets_parameters_stay_with_its_parts(monkeypatch):
+    """What is asked for wins; another scorer or selector has its own defaults."""
+    own = dict(scorer_params=(("kernel", 3),), selector_params=(("reuse", 2), ("size", 5)))
+    preset = Preset(allocator="uniform", scorer="snapkv", window=8, selector="chunks", **own)
+    monkeypatch.setitem(PRESETS, "chunkkv", preset)
+    config = parse("chunkkv", selector_params={"size": 20})
+    assert config.build_selector() == Chunks(size=20, reuse=2)
+    assert config.build_scorer() == SnapKV(kernel=3)
+    assert parse("chunkkv", scorer_params={"kernel": 5}).build_selector() == Chunks(size=5, reuse=2)
+    assert parse("chunkkv", selector="topk").build_selector() == TopK()
+    assert parse("chunkkv", scorer="cake").build_scorer() == CakeIndicator()
+
+
+@pytest.mark.parametrize(("base", "window"), [("snapkv", 32), ("tova", 1), ("h2o", 32)])
+def test_caotes_window_is_its_bases(base, window):
+    assert parse("caote", base=base).resolved_window == window
+    assert parse("caote", base=base, window=16).resolved_window == 16
+    assert parse("caote", scorer_params={"base": base}).resolved_window == window
+    assert parse("snapkv", scorer="caote", base=base).resolved_window == window
+    assert CompressionConfig.parse({"scorer": "fastcaote", "base": base}).resolved_window == window
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"compress": "h2o", "base": "tova"}, ("base='tova' is for", "'h2o'", "remove base")),
+        ({"compress": "caote", "window": 1, "allocator": "cake"}, ("window to at least 2",)),
+        ({"compress": "caote", "base": "tova", "scorer_params": {"base": "h2o"}}, ("twice",)),
+        ({"compress": "dynamickv", "scorer": "streamingllm"}, ("ranks by position", "'uniform'")),
+        ({"compress": "dynamickv", "scorer": "random"}, ("ranks at random", "'uniform'")),
+        ({"compress": "random", "allocator": "global"}, ("'global'", "at random", "'uniform'")),
+        ({"allocator": "global", "scorer": "streamingllm"}, ("'global'", "ranks by position")),
+        ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
+        ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
+        ({"compress": "tova", "window": 0}, ("reads the attention of a window",)),
+        ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
+        ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),
+        ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),
+    ],
+)
+def test_combinations_that_make_no_sense(raw, words):
+    refused(*words, raw=raw)
+
+
+@pytest.mark.parametrize("preset", ["snapkv", "d2o"])
+def test_merging_is_no_yes_or_values_alone(preset):
+    """None is the preset's own."""
+    usual = preset == "d2o"
+    meant = {True: True, False: False, "true": True, "false": False, "values": "values"}
+    for value, want in {**meant, None: usual}.items():
+        config = parse(preset, merge=value)
+        found = config.parts.merge
+        assert (found, type(found)) == (want, type(want))
+        assert CompressionConfig.parse(config.to_additional_config()).parts.merge == want
+    assert parse(preset, merge="values") != parse(preset, merge=True)
+
+
+@pytest.mark.parametrize(
+    "value", ["keys", "value", "Values", "", 1, 0, 2, math.nan, [True], {}, ["values"]]
+)
+def test_other_ways_to_merge_are_refused(value):
+    refused('merge must be true, "values" to fold', "or false", repr(value), merge=value)
+
+
+def test_lists_become_parameters():
+    config = parse("d2o", allocator_params={"skip_layers": [0, 1, -1]})
+    assert config.build_allocator() == D2O(skip_layers=(0, 1, -1))
+    assert CompressionConfig.parse(config.to_additional_config()) == config
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "tau"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 128, (1.6, 0.6)),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 1024, (1.6, 0.4)),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 1024, (0.8, 0.5)),
+        ("meta-llama/Llama-2-7b-chat-hf", 128, (0.9, 2.3)),
+        ("Qwen/Qwen2.5-7B-Instruct", 1024, (1.5, 0.6)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 512, (1.0, 1.0)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 0.1, (1.0, 1.0)),
+        ("meta-llama/Llama-3.1-70B-Instruct", 128, (1.0, 1.0)),
+        ("some/other-model", 128, (1.0, 1.0)),
+    ],
+)
+def test_published_temperatures(model, budget, tau):
+    config = parse("cake", model=model, budget=budget)
+    assert config.build_allocator() == Cake(tau1=tau[0], tau2=tau[1])
+    own = parse("cake", model=model, budget=budget, allocator_params={"tau1": 0.7})
+    assert own.build_allocator() == Cake(tau1=0.7, tau2=tau[1])
+
+
+def test_published_r_max():
+    assert parse("dynamickv", model="Qwen/Qwen2-7B-Instruct").build_allocator().r_max == 10.0
+
+
+def test_a_ratio_is_rounded_once_where_the_method_says_so():
+    """docs/methods.md 1.2 and 2.5: ``round(rho * S * N)`` for D2O, a floor per layer for others."""
+    assert parse("d2o", budget=0.2).prompt(6, 257).kept == 308
+    assert parse("snapkv", budget=0.2).prompt(6, 257).kept == 6 * 51
+    assert parse("d2o", budget=51).prompt(6, 257).kept == 6 * 51
+
+
+def test_replacements():
+    config = parse(
+        "snapkv",
+        allocator="pyramid",
+        scorer="cake",
+        selector="topk",
+        window=8,
+        allocator_params={"beta": 10},
+        scorer_params={"kernel": 3, "gamma": 1},
+    )
+    assert config.build_allocator() == Pyramid(beta=10)
+    assert config.build_scorer() == CakeIndicator(gamma=1, kernel=3)
+    assert config.resolved_window == 8
