@@ -10,9 +10,10 @@ STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
 TOOLS := .cache/tools
 DOCS := .cache/docs
+PEERS := .cache/peers
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test lint docs compat kernels-sm90 bench locks sbom clean
+.PHONY: help setup packages model demo serve test lint docs compat kernels-sm90 bench peers locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -77,6 +78,10 @@ kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without 
 bench: model  ## engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)
 
+# ARGS="--needles 20 --texts 8" for more prompts: it is a long run, and goes on where it was stopped.
+peers: model $(PEERS)/.complete  ## kvpress's presses and ours, at equal kept tokens
+	$(BIN)/python -m benchmarks.peers --model $(MODEL) --peers $(PEERS)/bin/python $(ARGS)
+
 # Change a version in the lock, then: hashes, and nothing else, are written anew.
 locks: $(TOOLS)/.complete  ## the hashes in requirements/*.lock
 	$(TOOLS)/bin/python requirements/lock.py $(TOOLS)/bin/uv requirements/*.lock
@@ -88,7 +93,8 @@ sbom: setup $(TOOLS)/.complete  ## what is installed, as CycloneDX, in dist/sbom
 
 $(TOOLS)/.complete: requirements/tools.lock
 $(DOCS)/.complete: requirements/docs.lock
-$(TOOLS)/.complete $(DOCS)/.complete:
+$(PEERS)/.complete: requirements/peers.lock
+$(TOOLS)/.complete $(DOCS)/.complete $(PEERS)/.complete:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@

@@ -73,7 +73,7 @@ def test_both_images_run_the_version_that_every_test_runs_on():
     assert f"vllm/vllm-openai:v{pinned[1]}\n" in tag
 
 
-@pytest.mark.parametrize("name", ["cpu", "dev", "docs", "tools"])
+@pytest.mark.parametrize("name", ["cpu", "dev", "docs", "peers", "tools"])
 def test_every_pin_of_a_lock_has_a_hash(name):
     """Whatever else a lock may say would be installed without one."""
     text = (ROOT / "requirements" / f"{name}.lock").read_text()

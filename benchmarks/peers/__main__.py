@@ -1,0 +1,152 @@
+"""kvpress's presses and ours on the same prompts, at equal kept tokens: `make peers`.
+
+    python -m benchmarks.peers --peers .cache/peers/bin/python
+
+Four processes that share a folder: our side makes the prompts, kvpress's presses compress them in
+an environment of their own, our methods do, and vLLM's fp8 cache answers them. What a process has
+measured is kept, so an interrupted run goes on where it was. Results are a JSON file, a Markdown
+table and a picture.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.origin import commit, machine
+from benchmarks.peers import exchange
+from benchmarks.peers.report import markdown, picture, summaries
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("prompts", "kvpress", "ours", "engine")
+_VERSIONS = "import importlib.metadata as m; print(*(m.version(n) for n in {names!r}))"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--model", type=Path, default=Path(".cache/smollm2-135m-instruct"))
+    parser.add_argument(
+        "--peers", type=Path, default=Path(".cache/peers/bin/python"), help="kvpress's Python"
+    )
+    parser.add_argument(
+        "--run", type=Path, default=Path(".cache/peers-run"), help="exchanged files"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/peers"))
+    parser.add_argument("--budgets", nargs="+", type=float, default=(0.5, 0.2, 0.1))
+    parser.add_argument("--needles", type=int, default=10)
+    parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument(
+        "--kvzip-tokens", type=int, default=1400, help="longest needle that KVzip replays"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES)
+    return parser.parse_args(argv)
+
+
+def claim(args: argparse.Namespace) -> None:
+    """Take the folder for these settings, or go on with it if it was taken for the same.
+
+    Raises:
+        SystemExit: it holds another run's files.
+    """
+    names = ("model", "budgets", "needles", "texts", "kvzip_tokens", "seed")
+    mine = {name: getattr(args, name) for name in names}
+    mine |= {"model": str(args.model), "budgets": list(args.budgets)}
+    held = args.run / "settings.json"
+    args.run.mkdir(parents=True, exist_ok=True)
+    if held.exists() and (had := json.loads(held.read_text())) != mine:
+        raise SystemExit(
+            f"{args.run} must hold a run with the settings {mine}, and holds one with {had};"
+            " give another folder with --run, or remove this one"
+        )
+    held.write_text(json.dumps(mine) + "\n")
+
+
+def stage(args: argparse.Namespace, name: str) -> None:
+    """Run one process to its end.
+
+    Raises:
+        SystemExit: it failed; what it measured stays.
+    """
+    python: Path | str = args.peers if name == "kvpress" else sys.executable
+    module = {"kvpress": "presses", "engine": "engine"}.get(name, "ours")
+    words = [f"benchmarks.peers.{module}", "--model", str(args.model), "--run", str(args.run)]
+    words += ["--budgets", *(str(budget) for budget in args.budgets)]
+    if module == "presses":
+        words += ["--kvzip-tokens", str(args.kvzip_tokens)]
+    if module == "ours":
+        words += ["--needles", str(args.needles), "--texts", str(args.texts)]
+        words += ["--seed", str(args.seed), *(["--prompts-only"] if name == "prompts" else [])]
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([str(python), "-m", *words], env=environment, check=False)
+    if run.returncode:
+        raise SystemExit(
+            f"stage {name} ended with {run.returncode}; what it had measured is in {args.run}:"
+            " mend what it says above and run this again"
+        )
+
+
+def versions(python: Path | str, *names: str) -> list[str]:
+    code = _VERSIONS.format(names=names)
+    run = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return run.stdout.split()
+
+
+def gathered(args: argparse.Namespace) -> dict[str, Any]:
+    """All results of the folder, and where they come from."""
+    prompts = exchange.read(args.run / "prompts.jsonl", exchange.Prompt)
+    results = [
+        result
+        for side in (exchange.KVPRESS, exchange.OURS, exchange.VLLM)
+        for result in exchange.read(args.run / f"{side}.jsonl", exchange.Result)
+    ]
+    agreement: dict[str, dict[str, int]] = {}
+    for file in sorted(args.run.glob("agreement-*.json")):
+        for key, counts in json.loads(file.read_text()).items():
+            total = agreement.setdefault(key, dict.fromkeys(counts, 0))
+            for name, value in counts.items():
+                total[name] += value
+    lengths = [len(prompt.ids) for prompt in prompts]
+    needles = sum(prompt.kind == exchange.NEEDLE for prompt in prompts)
+    kvpress, theirs = versions(args.peers, "kvpress", "transformers")
+    (ours,) = versions(sys.executable, "transformers")
+    return {
+        "machine": machine(),
+        "command": " ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": args.model.name,
+        "kvpress": kvpress,
+        "transformers": {"kvpress": theirs, "ours": ours},
+        "prompts": f"{needles} needles and {len(prompts) - needles} texts of {min(lengths)} to"
+        f" {max(lengths)} tokens",
+        "budgets": sorted(args.budgets, reverse=True),
+        "pairs": summaries(results),
+        "agreement": agreement,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    claim(args)
+    for name in args.stages:
+        stage(args, name)
+    results = gathered(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    text = markdown(results)
+    args.out.with_suffix(".md").write_text(text)
+    picture(results, args.out.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

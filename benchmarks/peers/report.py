@@ -1,0 +1,221 @@
+"""The results of both sides as one table, and as one picture."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.exchange import FULL, KVPRESS, OURS, VLLM, Result
+
+Pairs = dict[tuple[str, str], dict[float, dict[str, Any]]]
+"""Side and method, then budget, to that pair's summary."""
+
+
+def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """One line for each side, method and budget, in the order of `results`."""
+    groups: dict[tuple[str, str, float], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.side, result.method, result.budget].append(result)
+    return [
+        {"side": side, "method": method, "budget": budget, **summary(group)}
+        for (side, method, budget), group in groups.items()
+    ]
+
+
+def summary(group: Sequence[Result]) -> dict[str, Any]:
+    """Needles answered, mean KL of texts, what is kept and held, a decode step."""
+    asked = [result for result in group if result.answered is not None]
+    texts = [statistics.fmean(result.kl) for result in group if result.kl]
+    steps = [result.decode_seconds for result in group if result.decode_seconds]
+    kept = [statistics.fmean(result.kept) / result.tokens for result in group]
+    notes = sorted({result.note for result in group if result.note})
+    return {
+        "needles_answered": sum(bool(result.answered) for result in asked),
+        "needles": len(asked),
+        "kl": statistics.fmean(texts) if texts else None,
+        "texts": len(texts),
+        "kept": round(statistics.fmean(kept), 4),
+        "cache_of_full": round(
+            sum(result.cache_bytes for result in group)
+            / sum(result.full_bytes for result in group),
+            4,
+        ),
+        "decode_ms": round(statistics.median(steps) * 1e3, 2) if steps else None,
+        "notes": {note: sum(result.note == note for result in group) for note in notes},
+    }
+
+
+def paired(lines: Sequence[Mapping[str, Any]]) -> Pairs:
+    out: Pairs = defaultdict(dict)
+    for line in lines:
+        out[line["side"], line["method"]][line["budget"]] = dict(line)
+    return out
+
+
+def better(pairs: Pairs, key: tuple[str, str], budgets: Sequence[float]) -> str:
+    """Where a press is better than every method of ours: the measure and the budgets."""
+    said = []
+    for name, sign in (("needles_answered", 1), ("kl", -1)):
+        won = []
+        for budget in budgets:
+            line = pairs[key].get(budget)
+            ours = [
+                made[budget] for (side, _), made in pairs.items() if side == OURS and budget in made
+            ]
+            if line is None or line[name] is None or not ours:
+                continue
+            if name == "needles_answered" and line["needles"] != ours[0]["needles"]:
+                continue
+            if all(one[name] is not None and sign * line[name] > sign * one[name] for one in ours):
+                won.append(f"{budget:g}")
+        if won:
+            said.append(f"{'needles' if name != 'kl' else 'KL'} at {', '.join(won)}")
+    return "; ".join(said)
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The whole report: origin, quality, agreement, vLLM's own."""
+    budgets: list[float] = results["budgets"]
+    pairs = paired(results["pairs"])
+    parts = [
+        "# kvpress and ours on the same prompts, at the same kept tokens",
+        "",
+        f"{results['model']}, float32; {results['prompts']}. kvpress {results['kvpress']} on"
+        f" transformers {results['transformers']['kvpress']}, ours (`vllm_kvcompress.offline`) on"
+        f" {results['transformers']['ours']}, decoded by the same loop.",
+        f"{results['machine']}; commit {results['commit']}; `{results['command']}`.",
+        "",
+        "Needles answered, of those that the full cache answers. KL: nats per token from the full"
+        " cache's distributions, along its own text. Cache: bytes held after compression, of the"
+        f" full cache's, at {budgets[-1]:g}. Step: a decode step in transformers at"
+        f" {budgets[-1]:g}, in ms.",
+        "",
+        _row(
+            [
+                "",
+                *(f"needles {b:g}" for b in budgets),
+                *(f"KL {b:g}" for b in budgets),
+                "cache",
+                "step",
+                "better than every method of ours",
+            ]
+        ),
+        _row(["---", *["---:"] * (2 * len(budgets) + 2), "---"]),
+    ]
+    for side, title in ((KVPRESS, "kvpress: "), (OURS, "ours: ")):
+        for (owner, method), made in pairs.items():
+            if owner != side or method == FULL:
+                continue
+            won = better(pairs, (owner, method), budgets) if side == KVPRESS else ""
+            parts.append(_row([f"{title}{method}", *_cells(made, budgets), won]))
+    parts += ["", *_notes(pairs), "", *_agreement(results["agreement"])]
+    parts += ["", *_vllm(pairs)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _cells(made: Mapping[float, Mapping[str, Any]], budgets: Sequence[float]) -> list[str]:
+    lines = [made.get(budget) for budget in budgets]
+    needles = [f"{x['needles_answered']}/{x['needles']}" if x else "-" for x in lines]
+    kl = [f"{x['kl']:.3f}" if x and x["kl"] is not None else "-" for x in lines]
+    last = lines[-1]
+    held = f"{last['cache_of_full']:.2f}" if last else "-"
+    step = f"{last['decode_ms']:.0f}" if last and last["decode_ms"] else "-"
+    return [*needles, *kl, held, step]
+
+
+def _notes(pairs: Pairs) -> list[str]:
+    out = []
+    for (side, method), made in pairs.items():
+        if side != KVPRESS:
+            continue
+        for note in sorted({note for line in made.values() for note in line["notes"]}):
+            at = [f"{b:g}" for b, line in made.items() if note in line["notes"]]
+            out.append(f"* {method}, at {', '.join(at)}: {note}.")
+    return out
+
+
+def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The table of positions; `agreement` is ``press@budget`` to the counts of all prompts."""
+    out = [
+        "Positions that both keep, where a press is set as ours, over all prompts, layers and KV"
+        " heads. Named: kvpress keeps whole chunks, that of the window's first token among them."
+        " Rounding: the score is within 0.1 % of the lowest that is kept.",
+        "",
+        _row(["", "kept", "equal", "named", "rounding", "unexplained"]),
+        _row(["---", *["---:"] * 5]),
+    ]
+    for key, counts in agreement.items():
+        share = [
+            f"{100 * counts[name] / counts['kept']:.3f} %"
+            for name in ("equal", "named", "rounding", "unexplained")
+        ]
+        out.append(_row([key.replace("@", " at "), str(counts["kept"]), *share]))
+    return out
+
+
+def _vllm(pairs: Pairs) -> list[str]:
+    lines = [(key[1], made) for key, made in pairs.items() if key[0] == VLLM]
+    if not lines:
+        return []
+    out = [
+        "In vLLM's engine: its fp8 cache takes half of a 16-bit one. A step is a lone request's"
+        " after the longest text.",
+        "",
+        _row(["", "memory", "needles", "KL", "step, ms"]),
+        _row(["---", *["---:"] * 4]),
+    ]
+    for method, made in lines:
+        for budget, line in made.items():
+            kl = f"{line['kl']:.4f}" if line["kl"] is not None else "-"
+            needles = f"{line['needles_answered']}/{line['needles']}"
+            out.append(_row([method, f"{budget:g}", needles, kl, f"{line['decode_ms']:.1f}"]))
+    return out
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def picture(results: Mapping[str, Any], path: Path) -> None:
+    """Needles and KL over the share that is kept: kvpress dashed, ours solid."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 6.5))
+    styles = {KVPRESS: ("--", "Oranges", "x"), OURS: ("-", "Blues", "o")}
+    pairs = {k: made for k, made in paired(results["pairs"]).items() if k[1] != FULL}
+    for side, (line, colours, marker) in styles.items():
+        own = [(method, made) for (owner, method), made in pairs.items() if owner == side]
+        for index, (method, made) in enumerate(own):
+            colour = pyplot.get_cmap(colours)(0.35 + 0.6 * index / max(len(own) - 1, 1))
+            for axis, name in zip(axes, ("needles_answered", "kl"), strict=True):
+                points = [(b, _value(x, name)) for b, x in sorted(made.items())]
+                points = [(b, value) for b, value in points if value is not None]
+                if points:
+                    axis.plot(
+                        *zip(*points, strict=True),
+                        line,
+                        color=colour,
+                        marker=marker,
+                        ms=4,
+                        label=f"{side}: {method}",
+                    )
+    for axis, title in zip(axes, ("needles answered, %", "KL, nats per token"), strict=True):
+        axis.set_title(title)
+        axis.set_xlabel("share of the prompt that is kept")
+        axis.grid(alpha=0.3)
+    axes[1].set_yscale("log")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.05 + 0.03 * -(-len(labels) // 4), 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _value(line: Mapping[str, Any], name: str) -> float | None:
+    if name == "kl":
+        return float(line["kl"]) if line["kl"] else None
+    return 100 * line["needles_answered"] / line["needles"] if line["needles"] else None

@@ -1,0 +1,253 @@
+"""The parts of `make peers` that need no kvpress: counts, agreement, the files, the report."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.peers import __main__ as command
+from benchmarks.peers import counts, decoding, exchange
+from benchmarks.peers.report import better, markdown, paired, picture, summaries
+
+PROMPT = exchange.Prompt(name="needle0", kind=exchange.NEEDLE, ids=(1, 2), said=(3,), answer="7")
+
+
+def result(**fields: object) -> exchange.Result:
+    line = dict(
+        side=exchange.OURS,
+        method="snapkv",
+        budget=0.1,
+        prompt="needle0",
+        tokens=100,
+        kept=(10.0, 10.0),
+        answered=True,
+        kl=(),
+        decode_seconds=0.02,
+        cache_bytes=10,
+        full_bytes=100,
+    )
+    return exchange.Result(**{**line, **fields})
+
+
+# -- counts -----------------------------------------------------------------------------------
+
+
+def test_a_budget_is_exact_as_it_is_written():
+    assert int(0.7 * 90) == 62
+    assert counts.kept_tokens(90, 0.7) == 63
+
+
+@given(tokens=st.integers(2, 40_000), data=st.data())
+def test_a_press_keeps_what_its_ratio_says(tokens, data):
+    kept = data.draw(st.integers(1, tokens - 1))
+    # kvpress's count: truncated, in floating point
+    assert int(tokens * (1 - counts.ratio_for(tokens, kept))) == kept
+
+
+def test_a_press_cannot_keep_everything():
+    with pytest.raises(ValueError, match="at least 1 of 5 tokens and drops one, got 5"):
+        counts.ratio_for(5, 5)
+
+
+@given(tokens=st.integers(64, 5000), data=st.data())
+def test_whole_chunks_fill_the_budget_but_for_less_than_a_chunk(tokens, data):
+    kept = data.draw(st.integers(40, tokens - 1))
+    chunks, held = counts.whole_chunks(tokens, kept)
+    total = -(-tokens // counts.CHUNK)
+    assert 0 <= kept - held < counts.CHUNK
+    # kvpress's count of chunks
+    assert int(total * (1 - counts.chunk_ratio(tokens, chunks))) == chunks
+
+
+@given(tokens=st.integers(50, 5000), layers=st.integers(1, 40), data=st.data())
+def test_the_closest_ratio_misses_by_less_than_a_token_of_each_layer(tokens, layers, data):
+    kept = data.draw(st.integers(2, tokens - 2))
+
+    def summed(ratio: float) -> int:
+        return layers * round(tokens * (1 - ratio))
+
+    ratio = counts.closest_ratio(layers * kept, tokens, summed)
+    assert abs(summed(ratio) - layers * kept) <= layers
+
+
+# -- agreement --------------------------------------------------------------------------------
+
+
+def best(scores: torch.Tensor, kept: int) -> torch.Tensor:
+    return scores.topk(kept, dim=-1).indices.sort(-1).values
+
+
+def test_equal_selections_agree():
+    scores = torch.rand(3, 50, generator=torch.Generator().manual_seed(0))
+    kept = best(scores, 20)
+    found = counts.compare(kept, kept.flip(-1), scores)
+    assert (found.kept, found.equal, found.rounding, found.unexplained) == (60, 60, 0, 0)
+
+
+def test_a_tie_is_rounding_and_another_position_is_not():
+    scores = torch.tensor([[5.0, 3.0, 3.001, 1.0, torch.inf]])
+    ours = torch.tensor([[0, 2, 4]])
+    tie = counts.compare(ours, torch.tensor([[0, 1, 4]]), scores)
+    assert (tie.equal, tie.rounding, tie.unexplained) == (2, 1, 0)
+    wrong = counts.compare(ours, torch.tensor([[0, 3, 4]]), scores)
+    assert (wrong.equal, wrong.rounding, wrong.unexplained) == (2, 0, 1)
+
+
+def kvpress_chunks(scores: torch.Tensor, chunks: int, window: int, size: int) -> torch.Tensor:
+    """kvpress's ChunkKV by loops: chunks of the whole prompt, the window above every score."""
+    total = scores.sum(0).tolist()
+    total[-window:] = [max(total) + 1e6] * window
+    tokens = len(total)
+    runs = [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+    order = sorted(runs, key=lambda run: -sum(total[j] for j in run) / len(run))
+    return torch.tensor(sorted(j for run in order[:chunks] for j in run))
+
+
+@pytest.mark.parametrize("tokens", [100, 97, 42, 41])
+def test_chunks_differ_from_kvpress_by_nothing_but_what_is_named(tokens):
+    window, size = 16, 10
+    scores = torch.rand(2, tokens, generator=torch.Generator().manual_seed(tokens))
+    chunks, kept = counts.whole_chunks(tokens, tokens // 2 + 8, size)
+    theirs = kvpress_chunks(scores, chunks, window, size)
+    assert theirs.numel() == kept
+    past = tokens - window
+    # ours, by loops: runs of the past, the last of them short, the one that does not fit cut
+    runs = [range(at, min(at + size, past)) for at in range(0, past, size)]
+    total = scores.sum(0).tolist()
+    order = sorted(runs, key=lambda run: -sum(total[j] for j in run) / len(run))
+    ours = [j for run in order for j in run][: kept - window] + list(range(past, tokens))
+    sides = torch.tensor([sorted(ours)] * 2), theirs.expand(2, -1)
+    found = counts.compare_chunks(*sides, scores, chunks, window=window, size=size)
+    assert found.kept == 2 * kept
+    assert found.unexplained == 0
+
+
+def test_a_chunk_that_kvpress_would_not_keep_is_unexplained():
+    window, size, tokens = 10, 10, 60
+    scores = torch.arange(50, 0, -1).float()[None].repeat(2, 1)
+    scores = torch.cat([scores, torch.zeros(2, 10)], 1)
+    ours = torch.cat([torch.arange(20), torch.arange(50, 60)]).expand(2, -1)
+    theirs = torch.cat([torch.arange(10), torch.arange(30, 40), torch.arange(50, 60)])
+    found = counts.compare_chunks(ours, theirs.expand(2, -1), scores, 3, window=window, size=size)
+    assert (found.kept, found.equal, found.unexplained) == (60, 40, 20)
+    assert tokens == scores.shape[1]
+
+
+# -- decoding ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.4,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_forced_tokens_are_decode_steps_whether_layers_are_even_or_not(model):
+    ids = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    full = decoding.prefill(model, ids)
+    even = [(k[:, 5:], v[:, 5:]) for k, v in full.layers]
+    uneven = [even[0], full.layers[1]]
+    for layers in (even, uneven):
+        steps = decoding.decode(model, decoding.cached(layers), full.logits, len(ids), 6)
+        along = decoding.forced(model, decoding.cached(layers), full.logits, len(ids), steps.said)
+        torch.testing.assert_close(along, torch.stack(steps.logits), rtol=1e-4, atol=1e-5)
+    assert decoding.held(uneven) == 2 * 2 * 8 * 4 * (35 + 40)
+
+
+def test_the_whole_cache_goes_on_as_the_text_does(model):
+    ids = torch.randint(3, 64, (30,), generator=torch.Generator().manual_seed(2)).tolist()
+    full = decoding.prefill(model, ids[:20])
+    along = decoding.forced(model, decoding.cached(full.layers), full.logits, 20, ids[20:])
+    with torch.inference_mode():
+        whole = model(torch.tensor([ids])).logits[0, 19:29]
+    torch.testing.assert_close(along, whole, rtol=1e-4, atol=1e-5)
+    assert float(decoding.divergence(whole, along).max()) < 1e-6
+
+
+# -- files and report -------------------------------------------------------------------------
+
+
+def test_records_come_back_as_they_were(tmp_path):
+    path = tmp_path / "results.jsonl"
+    assert exchange.read(path, exchange.Result) == []
+    lines = [result(), result(kl=(0.1, 0.2), answered=None, prompt="text0")]
+    exchange.write(path, lines[:1])
+    exchange.append(path, lines[1])
+    assert exchange.read(path, exchange.Result) == lines
+    exchange.write(tmp_path / "prompts.jsonl", [PROMPT])
+    assert exchange.read(tmp_path / "prompts.jsonl", exchange.Prompt) == [PROMPT]
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"name": "a"}', '{"other": 1}', "{", '{"kind": "x"}'])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    exchange.write(path, [PROMPT])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=r"line 2, must be a Prompt: .*delete the file"):
+        exchange.read(path, exchange.Prompt)
+
+
+def test_another_runs_folder_is_refused(tmp_path):
+    args = command.parse_args(["--run", str(tmp_path), "--needles", "2"])
+    command.claim(args)
+    command.claim(args)
+    args.needles = 3
+    with pytest.raises(SystemExit, match=r"'needles': 3.*give another folder with --run"):
+        command.claim(args)
+
+
+def pairs() -> list[dict[str, object]]:
+    lines = [
+        result(),
+        result(prompt="text0", answered=None, kl=(0.2, 0.4)),
+        result(side=exchange.KVPRESS, method="SnapKV", answered=False, note="a note"),
+        result(side=exchange.KVPRESS, method="SnapKV", prompt="t", answered=None, kl=(0.1,)),
+        result(side=exchange.VLLM, method="fp8", budget=0.5),
+    ]
+    return summaries(lines)
+
+
+def test_a_press_that_is_better_is_said_to_be():
+    found = paired(pairs())
+    assert found["ours", "snapkv"][0.1]["kl"] == pytest.approx(0.3)
+    assert better(found, ("kvpress", "SnapKV"), [0.1]) == "KL at 0.1"
+    assert better(found, ("ours", "snapkv"), [0.1]) == ""
+
+
+def test_the_report_has_every_method_its_notes_and_its_origin(tmp_path):
+    agreed = dataclasses.asdict(counts.Agreement(kept=10, equal=9, rounding=1))
+    results = {
+        "machine": "a processor",
+        "command": "python -m benchmarks.peers",
+        "commit": "abc",
+        "model": "a model",
+        "kvpress": "0.5.5",
+        "transformers": {"kvpress": "5.2", "ours": "5.19"},
+        "prompts": "1 needles and 1 texts of 100 to 100 tokens",
+        "budgets": [0.1],
+        "pairs": pairs(),
+        "agreement": {"SnapKV@0.1": {**agreed, "unexplained": 0}},
+    }
+    text = markdown(json.loads(json.dumps(results)))
+    assert "| kvpress: SnapKV | 0/1 | 0.100 | 0.10 | 20 | KL at 0.1 |" in text
+    assert "| ours: snapkv | 1/1 | 0.300 | 0.10 | 20 |  |" in text
+    assert "* SnapKV, at 0.1: a note." in text
+    assert "| SnapKV at 0.1 | 10 | 90.000 % | 0.000 % | 10.000 % | 0.000 % |" in text
+    assert "a processor; commit abc; `python -m benchmarks.peers`" in text
+    picture(results, tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").stat().st_size > 1000
