@@ -13,7 +13,7 @@ DOCS := .cache/docs
 PEERS := .cache/peers
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test lint docs compat kernels-sm90 bench peers locks sbom clean
+.PHONY: help setup packages model demo serve test lint docs compat kernels-sm90 bench gate peers locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -81,6 +81,9 @@ bench: model  ## engine steps with and without compression
 # ARGS="--needles 20 --texts 8" for more prompts: it is a long run, and goes on where it was stopped.
 peers: model $(PEERS)/.complete  ## kvpress's presses and ours, at equal kept tokens
 	$(BIN)/python -m benchmarks.peers --model $(MODEL) --peers $(PEERS)/bin/python $(ARGS)
+
+gate: model  ## the recommended preset's answers against their floors, in ten minutes
+	$(BIN)/python -m benchmarks.evidence.gate --model $(MODEL)
 
 # Change a version in the lock, then: hashes, and nothing else, are written anew.
 locks: $(TOOLS)/.complete  ## the hashes in requirements/*.lock
