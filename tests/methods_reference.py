@@ -124,6 +124,48 @@ def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean", p
     return over_group(c, len(k), how)[:, : tokens - w]
 
 
+def keydiff(q, k, v, w):
+    scores = []
+    for keys in k:
+        unit = [key / max(np.linalg.norm(key), 1e-12) for key in keys]
+        anchor = sum(unit) / len(unit)
+        length = max(np.linalg.norm(anchor), 1e-12)
+        scores.append([-(u @ anchor) / length for u in unit[: len(unit) - w]])
+    return np.array(scores)
+
+
+def lag_relative(x, start, lag):
+    """A partition's shares of one head's keys or values ``[S, d]``, by the partition after it."""
+    own, after = x[start : start + lag], x[start + lag : start + 2 * lag]
+    low, high = after.min(0), after.max(0)
+    scaled = np.zeros(own.shape)
+    for channel in np.flatnonzero(high > low):
+        scaled[:, channel] = (own[:, channel] - low[channel]) / (high - low)[channel]
+    spread = scaled.std(1, ddof=1)
+    e = np.exp(spread - spread.max())
+    return e / e.sum()
+
+
+def lag_scores(k, v, sinks, lag):
+    """``[Hkv, parts, lag]``, not ranked."""
+    starts = range(sinks, k.shape[1] - 2 * lag + 1, lag)
+    every = [
+        [(lag_relative(x, start, lag) + lag_relative(y, start, lag)) / 2 for start in starts]
+        for x, y in zip(k, v, strict=True)
+    ]
+    return np.array(every).reshape(len(k), len(starts), lag)
+
+
+def lagkv(q, k, v, w, sinks=4, lag=128):
+    every = np.tile(np.arange(k.shape[1], dtype=float), (len(k), 1))
+    every[:, :sinks] = np.inf
+    for row, parts in zip(every, lag_scores(k, v, sinks, lag), strict=True):
+        for part, scores in enumerate(parts):
+            for place, i in enumerate(sorted(range(lag), key=lambda i: (-scores[i], i))):
+                row[sinks + part * lag + i] = (lag - 1 - place) / lag
+    return every[:, : k.shape[1] - w]
+
+
 # -- allocators: past tokens per layer ------------------------------------------------------------
 
 

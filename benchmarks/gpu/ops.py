@@ -1,9 +1,9 @@
 """Every op, launched as the engine launches it, beside its reference and its floor.
 
 The window scores of several layers share a launch, the more the shorter the prompt
-(`Packer.observe`); column sums (`PromptCompressor.after_attention`), value scores and norms and
-merging are launched layer by layer; ranking and moving take all layers of a prompt at once
-(`Packer.pack`).
+(`Packer.observe`); column sums (`PromptCompressor.after_attention`), what is read of keys and
+values alone, and merging are launched layer by layer; ranking and moving take all layers of a
+prompt at once (`Packer.pack`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,10 @@ from benchmarks.gpu.prompt import (
 )
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import reference as column_sums_reference
+from kvcompress_kernels.key_cosines import key_cosines
+from kvcompress_kernels.key_cosines import reference as key_cosines_reference
+from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.lag_scores import reference as lag_scores_reference
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.merge_evicted import reference as merge_evicted_reference
 from kvcompress_kernels.move_kept import move_kept
@@ -144,6 +148,24 @@ def norm_args(p: Prompt, layer: int) -> tuple[Any, ...]:
     return p.values, p.pages[layer], p.shape.tokens
 
 
+def cosine_args(p: Prompt, layer: int) -> tuple[Any, ...]:
+    return p.keys, p.pages[layer], p.shape.tokens
+
+
+def lag_op(name: str, sinks: int, lag: int) -> Op:
+    def launch(p: Prompt, layers: range) -> Outputs:
+        what = p.keys, p.values, p.pages[layers[0]], p.shape.tokens
+        return [lag_scores(*what, sinks=sinks, lag=lag)]
+
+    def plain(p: Prompt, layers: range) -> Outputs:
+        parts = (p.shape.tokens - sinks) // lag - 1
+        what = p.keys, p.values, p.pages[layers[0]]
+        return [lag_scores_reference.run(*what, parts, sinks, lag)]
+
+    floor = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
+    return Op(name=name, launch=launch, plain=plain, at_once=lambda shape: 1, **floor)
+
+
 def column_args(p: Prompt, layer: int) -> tuple[Any, ...]:
     return p.chunk_query, p.keys, p.pages[layer], p.shape.tokens, p.scale
 
@@ -236,6 +258,7 @@ def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Ou
 
 _VALUES = value_scores, value_scores_reference.run, value_args
 _NORMS = value_norms, value_norms_reference.run, norm_args
+_COSINES = key_cosines, key_cosines_reference.run, cosine_args
 _COLUMNS = column_sums, column_sums_reference.run, column_args
 _MERGE = merge_evicted, merge_evicted_reference.run, merge_args
 
@@ -245,6 +268,8 @@ OPS = (
     layer_op("value_scores", *_VALUES, options={"fast": False, "reduce": "mean"}, **_ONCE),
     layer_op("value_scores, fast", *_VALUES, options={"fast": True, "reduce": "l2"}, **_ONCE),
     layer_op("value_norms", *_NORMS, floor_bytes=keys_once),
+    layer_op("key_cosines", *_COSINES, floor_bytes=keys_once),
+    lag_op("lag_scores", sinks=4, lag=128),
     layer_op("column_sums, last chunk", *_COLUMNS, floor_flops=causal_product),
     prompt_op("select", select_launch, select_plain, floor_bytes=scores_once),
     prompt_op("select_chunks", chunks_launch, chunks_plain, floor_bytes=scores_once),

@@ -6,12 +6,14 @@ import triton.language as tl
 CHUNK = tl.constexpr(32)
 """Dims that a register tile has: 4 threads load 16 bytes each of a token, and a sum over the dims
 takes 2 shuffles."""
+VARY = ["tokens"]
+"""Differs by prompt: the launcher compiles anew for 1 and for multiples of 16."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def token_rows(  # type: ignore[no-untyped-def]
     cache, pages, token, live, block, s_page, s_slot, s_dim,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr = CHUNK,
 ):  # fmt: skip
     """A tuple of ``[tokens, CHUNK]`` float32, 0 where not `live` or past the head dim.
 
@@ -30,6 +32,11 @@ def token_rows(  # type: ignore[no-untyped-def]
         x = tl.load(cache + at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
         rows = rows + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return rows
+
+
+def tile_of(dim: int) -> int:
+    """Tokens whose rows 8 warps hold, 64 elements in a thread."""
+    return 128 if dim <= 128 else 64
 
 
 def known_block(block: int) -> int:

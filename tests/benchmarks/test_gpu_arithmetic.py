@@ -60,6 +60,8 @@ def test_launches_are_the_engines():
         "window_scores": 2,
         "value_scores": 32,
         "value_norms": 32,
+        "key_cosines": 32,
+        "lag_scores": 32,
         "column_sums": 32,
         "select": 1,
         "select_chunks": 1,

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.key_cosines import key_cosines
+from kvcompress_kernels.lag_scores import lag_scores
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.value_norms import value_norms
 from kvcompress_kernels.value_scores import value_scores
@@ -62,12 +64,14 @@ def asked(keys, values):
     yield column_sums(query, keys, pages, TOKENS, 0.25)
     yield value_scores(weights, values, pages, TOKENS, fast=False, reduce="mean")
     yield value_norms(values, pages, TOKENS)
+    yield key_cosines(keys, pages, TOKENS)
+    yield lag_scores(keys, values, pages, TOKENS, sinks=4, lag=10)
     yield from merge_evicted(keys, values, pages[None], TOKENS, kept, count, kept.shape[2])
 
 
 def test_pages_behind_two_to_the_31_elements(caches):
     small, large = (list(asked(*cache)) for cache in caches)
-    assert len(small) == 19
+    assert len(small) == 22
     for got, want in zip(large, small, strict=True):
         assert want.isfinite().all()
         assert torch.equal(got, want)

@@ -11,6 +11,10 @@ import torch
 import kvcompress_kernels
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.column_sums import triton as column_sums_triton
+from kvcompress_kernels.key_cosines import key_cosines
+from kvcompress_kernels.key_cosines import triton as key_cosines_triton
+from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.lag_scores import triton as lag_scores_triton
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
 from kvcompress_kernels.move_kept import move_kept
@@ -31,6 +35,8 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothin
 
 LAUNCHING = (
     column_sums_triton,
+    key_cosines_triton,
+    lag_scores_triton,
     move_kept_triton,
     merge_evicted_triton,
     page_tables_triton,
@@ -78,6 +84,8 @@ CALLS = {
         value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2") for fast in (False, True)
     ],
     "value_norms": lambda: value_norms(V, TABLE, 200),
+    "key_cosines": lambda: key_cosines(K, TABLE, 200),
+    "lag_scores": lambda: lag_scores(K, V, TABLE, 200, sinks=4, lag=30),
     "merge_evicted": lambda: merge_evicted(K, V, TABLES, 200, KEPT, COUNTS),
     "move_kept": lambda: [
         move_kept(K, V, TABLES, kept, COUNTS, on_device(3, 6), into=into)

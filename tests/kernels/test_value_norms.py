@@ -35,10 +35,18 @@ def compare(v, block=16, **how):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "tokens", "dim"),
-    [(2, 12, 4), (1, 37, 64), (3, 129, 80), (2, 257, 128), (1, 1, 20), (2, 33, 256)],
+    ("kv_heads", "tokens", "dim", "block"),
+    [
+        (2, 12, 4, 1),
+        (1, 37, 64, 16),
+        (3, 129, 80, 7),
+        (3, 129, 80, 16),
+        (2, 257, 128, 32),
+        (2, 257, 128, 128),
+        (1, 1, 20, 16),
+        (2, 33, 256, 32),
+    ],
 )
-@pytest.mark.parametrize("block", [1, 7, 16, 32, 128])
 def test_shapes(kv_heads, tokens, dim, block):
     compare(random(kv_heads, tokens, dim, seed=tokens), block)
 

@@ -8,10 +8,7 @@ import triton
 import triton.language as tl
 
 from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
-from kvcompress_kernels.paged_triton import known_block, token_rows
-
-VARY = ["tokens"]
-"""Differs by prompt: the launcher compiles anew for 1 and for multiples of 16."""
+from kvcompress_kernels.paged_triton import VARY, known_block, tile_of, token_rows
 
 
 @triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
@@ -52,8 +49,7 @@ def run(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Te
 
 
 def _config(dim: int, block: int) -> dict[str, Any]:
-    tile = 128 if dim <= 128 else 64
-    return dict(DIM=dim, BLOCK=known_block(block), TILE=tile, num_warps=8)
+    return dict(DIM=dim, BLOCK=known_block(block), TILE=tile_of(dim), num_warps=8)
 
 
 def builds(sm: int) -> list[Build]:

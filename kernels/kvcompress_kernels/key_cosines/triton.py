@@ -1,0 +1,156 @@
+"""`key_cosines` as Triton kernels, K read twice.
+
+1. `_sum_kernel`, per tile of tokens and KV head: the sum of the tile's unit keys.
+2. `_anchor_kernel`, per KV head: the tiles' sums, over their norm.
+3. `_cosine_kernel`, per tile of tokens and KV head: the cosines.
+
+Tiles have one size, and each sum has one order: no atomics, the same bits in every run.
+"""
+
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
+from kvcompress_kernels.paged_triton import CHUNK, VARY, known_block, tile_of, token_rows
+
+ROWS = 32
+"""Tiles' sums that `_anchor_kernel` reads at a time."""
+
+
+@triton.jit
+def _inverse_norms(k):  # type: ignore[no-untyped-def]
+    """Of each row of a tuple of ``[tokens, CHUNK]``."""
+    squares = k[0] * k[0]
+    for c in tl.static_range(1, len(k)):
+        squares += k[c] * k[c]
+    return 1.0 / tl.maximum(tl.sqrt(tl.sum(squares, 1)), 1e-12)
+
+
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    keys,
+    pages,
+    sums,
+    tokens,
+    block,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Sums ``[Hkv, tiles, D]`` of unit keys."""
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = tile * TILE + tl.arange(0, TILE)
+    live = token < tokens
+    keys += head * s_head
+    k = token_rows(keys, pages, token, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
+    scale = _inverse_norms(k)
+    sums += (head * tl.num_programs(0) + tile) * DIM
+    for c in tl.static_range(len(k)):
+        dim = c * CHUNK + tl.arange(0, CHUNK)
+        tl.store(sums + dim, tl.sum(k[c] * scale[:, None], 0), mask=dim < DIM)
+
+
+@triton.jit(do_not_specialize=["tiles", *VARY])  # type: ignore[untyped-decorator]
+def _anchor_kernel(  # type: ignore[no-untyped-def]
+    sums, anchors, tokens, tiles, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr
+):
+    """Directions ``[Hkv, D]`` of the means."""
+    head = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, PAD)
+    sums += head * tiles * DIM
+    total = tl.zeros([ROWS, PAD], tl.float32)
+    for first in range(0, tiles, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < tiles)[:, None] & (dim < DIM)[None, :]
+        total += tl.load(sums + row[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+    mean = tl.sum(total, 0) / tokens
+    norm = tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), 1e-12)
+    tl.store(anchors + head * DIM + dim, mean / norm, mask=dim < DIM)
+
+
+@triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
+def _cosine_kernel(  # type: ignore[no-untyped-def]
+    keys,
+    pages,
+    anchors,
+    cosines,
+    tokens,
+    block,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Cosines ``[Hkv, tokens]``."""
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = token < tokens
+    keys += head * s_head
+    k = token_rows(keys, pages, token, live, block, s_page, s_slot, s_dim, DIM, BLOCK)
+    scale = _inverse_norms(k)
+    products = tl.zeros(k[0].shape, tl.float32)
+    for c in tl.static_range(len(k)):
+        dim = c * CHUNK + tl.arange(0, CHUNK)
+        anchor = tl.load(anchors + head * DIM + dim, mask=dim < DIM, other=0.0)
+        products += k[c] * anchor[None, :]
+    tl.store(cosines + head * tokens + token, tl.sum(products, 1) * scale, mask=live)
+
+
+def run(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
+    check_cache("key_cosines", key_pages)
+    _, kv_heads, dim, block = key_pages.shape
+    config = _config(dim, block)
+    tiles = triton.cdiv(tokens, config["TILE"])
+    sums = key_pages.new_empty(kv_heads, tiles, dim, dtype=torch.float32)
+    anchors = sums.new_empty(kv_heads, dim)
+    cosines = sums.new_empty(kv_heads, tokens)
+    sizes = tokens, block, *key_pages.stride()
+    _sum_kernel[tiles, kv_heads](key_pages, pages, sums, *sizes, **config)
+    _anchor_kernel[(kv_heads,)](sums, anchors, tokens, tiles, **_joining(dim))
+    _cosine_kernel[tiles, kv_heads](key_pages, pages, anchors, cosines, *sizes, **config)
+    return cosines
+
+
+def _config(dim: int, block: int) -> dict[str, Any]:
+    return dict(DIM=dim, BLOCK=known_block(block), TILE=tile_of(dim), num_warps=8)
+
+
+def _joining(dim: int) -> dict[str, Any]:
+    return dict(DIM=dim, PAD=triton.next_power_of_2(dim), ROWS=ROWS, num_warps=4)
+
+
+def builds(sm: int) -> list[Build]:
+    """Blocks of 16, dims side by side in memory; keys of bf16 or, a few, of float8."""
+    all_builds = []
+    for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
+        for step, kernel in (("sums", _sum_kernel), ("cosines", _cosine_kernel)):
+            name = f"key_cosines {step} D{dim}{named(kind)}"
+            all_builds.append(_build(name, kernel, dict(_config(dim, 16), s_dim=1), kind))
+    for dim in DIMS:
+        all_builds.append(_build(f"key_cosines anchor D{dim}", _anchor_kernel, _joining(dim)))
+    return all_builds
+
+
+def _build(name: str, kernel: Any, config: dict[str, Any], kind: str = "*bf16") -> Build:
+    warps = config.pop("num_warps")
+    kinds = dict(keys=kind, pages="*i64", sums="*fp32", anchors="*fp32", cosines="*fp32")
+    names = [name for name in kernel.arg_names if name not in config]
+    return Build(
+        name=name,
+        kernel=kernel,
+        signature={arg: kinds.get(arg, "i32") for arg in names},
+        constexprs=config,
+        warps=warps,
+        aligned=tuple(arg for arg in names if arg not in ("tiles", *VARY)),
+    )

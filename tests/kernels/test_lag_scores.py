@@ -1,0 +1,197 @@
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import methods_reference as ref
+from kvcompress_kernels import builds
+from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.lag_scores import reference as lag_scores_ref
+from paging import Largest, paged_keys, paged_values
+
+pytestmark = pytest.mark.gpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+
+
+def random(kv_heads, tokens, dim, *, seed=0):
+    """Keys and values ``[Hkv, S, d]``; some channels are large, as a few channels of keys are."""
+    rng = np.random.RandomState(seed)
+    k, v = rng.standard_normal((2, kv_heads, tokens, dim))
+    k[..., :2] = 20 + 5 * k[..., :2]
+    return torch.from_numpy(k), torch.from_numpy(v)
+
+
+def score(k, v, sinks, lag, block=16, **how):
+    (keys, pages), (values, _) = paged_keys(k, block, **how), paged_values(v, block, **how)
+    return lag_scores(keys, values, pages, k.shape[1], sinks=sinks, lag=lag)
+
+
+def compare(k, v, sinks, lag, block=16, **how):
+    dtype = how.setdefault("dtype", torch.float32)
+    got = score(k, v, sinks, lag, block, **how)
+    parts = max((k.shape[1] - sinks) // lag - 1, 0)
+    assert got.shape == (len(k), parts, lag)
+    assert got.dtype == torch.float32
+    want = ref.lag_scores(*(x.to(dtype).double().numpy() for x in (k, v)), sinks, lag)
+    np.testing.assert_allclose(got, want, **close)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "dim", "sinks", "lag", "block"),
+    [
+        (2, 75, 4, 4, 16, 16),
+        (1, 260, 64, 4, 128, 16),  # one partition, and the whole one that it is judged by
+        (1, 260, 64, 4, 128, 128),
+        (3, 50, 80, 0, 7, 7),
+        (3, 50, 80, 0, 7, 16),
+        (2, 100, 128, 4, 32, 32),
+        (1, 20, 20, 9, 1, 16),
+        (2, 52, 256, 4, 12, 32),
+    ],
+)
+def test_shapes(kv_heads, tokens, dim, sinks, lag, block):
+    compare(*random(kv_heads, tokens, dim, seed=tokens), sinks, lag, block)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, *builds.FLOAT8], ids=str
+)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_dtypes_and_strides(interleave, dtype, device):
+    e4m3 = dtype is torch.float8_e4m3fn
+    if e4m3 and device.type == "cuda" and builds.architecture(device) < 89:
+        pytest.skip("this GPU has no instruction for float8_e4m3fn")
+    compare(*random(2, 75, 80), 4, 20, dtype=dtype, interleave=interleave)
+
+
+@prop
+@given(
+    st.integers(1, 3),
+    st.integers(1, 120),
+    st.sampled_from([2, 3, 8, 33]),
+    st.integers(0, 12),
+    st.integers(1, 50),
+    st.sampled_from([1, 3, 16]),
+    st.integers(0, 1000),
+)
+def test_any_shape(kv_heads, tokens, dim, sinks, lag, block, seed):
+    compare(*random(kv_heads, tokens, dim, seed=seed), sinks, lag, block, seed=seed)
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(1, 0), (4, 0), (131, 0), (259, 0), (260, 1)])
+def test_a_partition_needs_a_whole_one_behind_it(tokens, parts):
+    assert score(*random(2, tokens, 4), 4, 128).shape == (2, parts, 128)
+
+
+def test_what_follows_the_reference_does_not_count():
+    k, v = random(2, 70, 8)
+    whole = compare(k, v, 4, 16)
+    k[:, 4 + 4 * 16 :] = v[:, 4 + 4 * 16 :] = torch.nan
+    k[:, :4] = v[:, :4] = torch.nan
+    assert torch.equal(score(k, v, 4, 16), whole)
+
+
+def test_equal_tokens_have_equal_scores():
+    """At every place of a page and a tile; ties go to the lower position then."""
+    k, v = random(2, 400, 80)
+    same = torch.arange(5, 200, 2)
+    for x in (k, v):
+        x[:, same] = x[:, 4:5]
+    got = score(k.float(), v.float(), 4, 196, 7)[:, 0]
+    assert (got[:, same - 4] == got[:, :1]).all()
+
+
+def test_by_hand():
+    """Keys (0, 2) and (1, 1) by a next partition from (0, 0) to (2, 1): (0, 2) and (0.5, 1).
+
+    Their deviations are the roots of 2 and of 1/8. The values are alike.
+    """
+    k = torch.tensor([[[0.0, 2.0], [1.0, 1.0], [2.0, 0.0], [0.0, 1.0]]])
+    spread = torch.tensor([2.0, 0.125]).sqrt()
+    want = (spread.softmax(-1) + 0.5) / 2
+    got = score(k, torch.ones_like(k), 0, 2)
+    torch.testing.assert_close(got, want[None, None])
+
+
+@pytest.mark.parametrize("constant", [0.0, 1e-40, -65504.0])
+def test_a_constant_channel_says_nothing(constant):
+    k, v = random(2, 64, 8)
+    k[..., 5] = v[..., 0] = constant
+    got = compare(k.float(), v.float(), 4, 10)
+    torch.testing.assert_close(got.sum(-1), torch.ones(2, 5))
+    everything = torch.full((2, 64, 8), constant)
+    assert (compare(everything, everything, 4, 10) == 0.1).all()
+
+
+@pytest.mark.parametrize("least", [1e-45, 2.0**-126, 1e-18, 1e-6])
+def test_nearly_constant_channels_stay_finite(least):
+    k, v = random(1, 40, 8)
+    k[:, 20:30, 3] = 0.0
+    k[:, 25, 3] = least
+    k[:, 10:20, 3] = torch.linspace(-4e17, 4e17, 10)
+    got = score(k.float(), v.float(), 0, 10)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got.sum(-1), torch.ones(1, 3))
+
+
+def test_one_dim_has_no_spread():
+    assert (score(*random(2, 40, 2), 0, 8)[:, :, 0] != 0.125).any()
+    k = torch.randn(2, 40, 1)
+    assert (score(k, k, 0, 8) == 0.125).all()
+
+
+def test_values_may_have_another_head_dim():
+    (k, _), (_, v) = random(2, 60, 8), random(2, 60, 24)
+    compare(k, v, 4, 16)
+
+
+def test_scales_of_a_quantised_cache_cancel():
+    k, v = (x.float() for x in random(2, 60, 8))
+    assert torch.equal(score(k, v, 4, 16), score(0.25 * k, 8 * v, 4, 16))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("tile", [1, 4000])
+def test_tiles_change_nothing(tile, monkeypatch):
+    k, v = random(2, 100, 8)
+    whole = compare(k, v, 4, 9)
+    monkeypatch.setattr(lag_scores_ref, "TILE", tile)
+    assert torch.equal(compare(k, v, 4, 9), whole)
+
+
+@pytest.mark.reference
+def test_the_reference_holds_one_tile_beside_its_result(monkeypatch):
+    monkeypatch.setattr(lag_scores_ref, "TILE", 1 << 14)
+    values, pages = paged_values(torch.ones(1, 20000, 4), 16)
+    with Largest() as largest:
+        lag_scores_ref._shares(values, pages, 199, 0, 100)
+    assert largest.size == 199 * 100 * 4
+
+
+KEYS, VALUES = torch.zeros(3, 2, 8, 16), torch.zeros(3, 2, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "table", "tokens", "sinks", "lag", "told"),
+    [
+        (KEYS[0], VALUES, 3, 40, 4, 8, r"key_pages must be \[N, Hkv, D, bs\]"),
+        (KEYS, VALUES[0], 3, 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
+        (KEYS, VALUES[:, :1], 3, 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
+        (KEYS.byte(), VALUES, 3, 40, 4, 8, "key_pages must be floats: view a quantised"),
+        (KEYS, VALUES.byte(), 3, 40, 4, 8, "value_pages must be floats: view a quantised"),
+        (KEYS, VALUES, 3, 0, 4, 8, "tokens must be positive; got 0"),
+        (KEYS, VALUES, 2, 40, 4, 8, r"pages must be \[3\]; got \(2,\)"),
+        (KEYS, VALUES, 3, 40, -1, 8, r"sinks >= 0 and lag >= 1 must hold; got \(-1, 8\)"),
+        (KEYS, VALUES, 3, 40, 4, 0, r"sinks >= 0 and lag >= 1 must hold; got \(4, 0\)"),
+    ],
+)
+def test_what_is_refused(keys, values, table, tokens, sinks, lag, told):
+    with pytest.raises(ValueError, match=f"lag_scores: {told}"):
+        lag_scores(keys, values, torch.arange(table), tokens, sinks=sinks, lag=lag)
