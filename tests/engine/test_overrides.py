@@ -112,6 +112,20 @@ def test_who_reads_the_whole_attention_does_not_read_the_cache(model):
         assert list(output.outputs[0].token_ids) == cold["h2o"]
 
 
+def test_who_reads_no_query_computes_only_what_is_not_cached(model):
+    """A window that nothing is read of is kept from the cache like the rest: 24 tokens are left."""
+    own = settings("cake", 0.3, allow_override="all")
+    asks = [{"kv_compress": "random"}, {"kv_compress": "streamingllm"}]
+    with engine(model, additional_config=own) as llm:
+        for asked in asks:
+            assert llm.llm.reset_prefix_cache()
+            cold, warm = (llm.outputs([PROMPT], NEW, extra_args=asked or None) for _ in range(2))
+            assert cold[0].num_cached_tokens == 0
+            assert warm[0].num_cached_tokens == len(PROMPT) // BLOCK * BLOCK == 576
+            assert warm[0].outputs[0].token_ids == cold[0].outputs[0].token_ids
+        assert llm.compressor.compressed == 2 * len(asks)
+
+
 def test_opt_in_leaves_alone_who_asks_for_nothing(model, plain):
     """--kv-compress off --kv-allow-override snapkv: the canary of the runbook."""
     opt_in = settings("off", 0.2, allow_override="snapkv")

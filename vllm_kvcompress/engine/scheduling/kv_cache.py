@@ -322,17 +322,20 @@ class CompressedManager(FullAttentionManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """`find_longest_cache_hit` of one request.
 
-        Cut so that a prompt that will be compressed computes its whole window; one whose method
-        reads the whole attention computes all of it.
+        Cut so that a prompt that will be compressed computes what its method reads the queries of:
+        its whole window, or, where that is the whole attention, all of it. Keys and values are
+        read where they lie, however they came there.
         """
         if self._looked_up is not None:
             settings = self.admissions.of(self._looked_up).settings
             # vLLM always recomputes the last token, so it asks for one less.
             tokens = max_length + 1
             if settings is not None and self.admissions.plan(settings, tokens) is not None:
-                max_length = tokens - max(settings.resolved_window, 1)
-                if Reads.COLUMN_SUMS in method_of(settings).reads:
+                reads = method_of(settings).reads
+                if Reads.COLUMN_SUMS in reads:
                     max_length = 0
+                elif Reads.WINDOW in reads:
+                    max_length = tokens - settings.resolved_window
         hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
             block_hashes, max_length, *args, **kwargs
         )
