@@ -6,10 +6,12 @@ import torch
 from kvcompress_kernels import contract
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.pipeline import Observed, method_of
-from vllm_kvcompress.plan import Prompt, page_plan
+from vllm_kvcompress.plan import Columns, PagedKeys, PagedValues, Prompt, page_plan
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.budgets import apportion, round_to_pages
 from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.policies.scorers.keydiff import KeyDiff
+from vllm_kvcompress.policies.scorers.lagkv import LagKV
 from waits import nothing_uploaded_or_read
 
 LAYERS, HEADS, KV_HEADS = 9, 4, 2
@@ -59,6 +61,21 @@ def test_pages_and_positions(name, tokens):
             most = plan.most_pages * plan.block_size + tail * plan.tail
             assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, most), torch.int32)
         assert method.protected_scores(seen, plan, pages).shape == (LAYERS, KV_HEADS, tokens)
+
+
+@pytest.mark.parametrize("scorer", [KeyDiff(), LagKV(lag=32)])
+def test_scores_of_keys_and_values(scorer):
+    where = {"pages": on_device(13, dtype=torch.int64), "tokens": 200}
+    shown = Columns(
+        num_kv_heads=KV_HEADS,
+        past=168,
+        device=torch.device("meta"),
+        keys=PagedKeys(key_pages=on_device(20, KV_HEADS, 8, 16), **where),
+        values=PagedValues(value_pages=on_device(20, KV_HEADS, 16, 8), **where),
+    )
+    with nothing_uploaded_or_read():
+        scores = scorer.score(shown)
+    assert (scores.shape, scores.dtype) == ((KV_HEADS, 168), torch.float32)
 
 
 def test_integer_budgets():

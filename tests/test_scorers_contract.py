@@ -24,10 +24,11 @@ SHOWN = {
         {"total", "recent", "last", "maximum"},
     ),
     "column_sums": (Reads.COLUMN_SUMS, {"sums"}),
+    "keys": (Reads.KEYS, {"keys"}),
     "values": (Reads.VALUES, {"values"}),
     "all": (
         ~Reads.NOTHING,
-        {"total", "variance", "recent", "last", "maximum", "sums", "values"},
+        {"total", "variance", "recent", "last", "maximum", "sums", "keys", "values"},
     ),
 }
 
@@ -53,7 +54,7 @@ def test_a_scorer_is_shown_what_it_reads_and_nothing_else(monkeypatch, reads):
         reads: ClassVar[Reads] = asked
 
         def score(self, columns):
-            fields = ("total", "variance", "recent", "last", "maximum", "sums", "values")
+            fields = ("total", "variance", "recent", "last", "maximum", "sums", "keys", "values")
             shown.append({name for name in fields if getattr(columns, name) is not None})
             return torch.zeros(columns.num_kv_heads, columns.past)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from kvcompress_kernels.window_scores import WindowScores
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.plan import Columns, LayerStats, PagedValues, PagePlan
+from vllm_kvcompress.plan import Columns, LayerStats, PagedKeys, PagedValues, PagePlan
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.policies.budgets import round_to_pages
 from vllm_kvcompress.policies.presets import Merge
@@ -111,6 +111,9 @@ class Method:
             layer=where.layer,
             sums=sums,
         )
+        if Reads.KEYS in self.scorer.reads:
+            keys = PagedKeys(key_pages=where.key_pages, pages=where.pages, tokens=plan.tokens)
+            columns = replace(columns, keys=keys)
         if Reads.VALUES in self.scorer.reads:
             values = PagedValues(
                 value_pages=where.value_pages, pages=where.pages, tokens=plan.tokens

@@ -65,6 +65,21 @@ class LayerStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PagedKeys:
+    """A prompt's keys where they lie.
+
+    Args:
+        key_pages: ``[N, Hkv, D, block_size]``, rotated.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
+        tokens: prompt length S.
+    """
+
+    key_pages: torch.Tensor
+    pages: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagedValues:
     """A prompt's values where they lie.
 
@@ -98,7 +113,8 @@ class Columns:
             past's columns perhaps in pooled rows (`WindowScores`); None unless it was asked for.
         sums: ``[Hq, S]`` float32, column sums of the whole causal attention; None unless they
             were asked for.
-        values: the prompt's values; None unless they were asked for.
+        keys: the prompt's keys; None unless they were asked for.
+        values: the prompt's values; likewise.
     """
 
     num_kv_heads: int
@@ -112,6 +128,7 @@ class Columns:
     last: torch.Tensor | None = None
     maximum: torch.Tensor | None = None
     sums: torch.Tensor | None = None
+    keys: PagedKeys | None = None
     values: PagedValues | None = None
 
 

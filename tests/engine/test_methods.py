@@ -94,6 +94,8 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
 KEEPING = {name: {} for name in PRESET_NAMES}
 KEEPING["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
 KEEPING["d2o, values merged alone"] = {"merge": "values"}
+KEEPING["custom, keys alone are read"] = {"scorer": "keydiff"}
+KEEPING["custom, keys and values are read"] = {"scorer": "lagkv", "scorer_params": {"lag": 50}}
 
 
 @pytest.mark.parametrize("preset", KEEPING)

@@ -114,8 +114,8 @@ def test_who_reads_the_whole_attention_does_not_read_the_cache(model):
 
 def test_who_reads_no_query_computes_only_what_is_not_cached(model):
     """A window that nothing is read of is kept from the cache like the rest: 24 tokens are left."""
-    own = settings("cake", 0.3, allow_override="all")
-    asks = [{"kv_compress": "random"}, {"kv_compress": "streamingllm"}]
+    own = settings("custom", 0.3, scorer="keydiff", window=32, allow_override="all")
+    asks = [{}, {"kv_compress": "random"}, {"kv_compress": "streamingllm"}]
     with engine(model, additional_config=own) as llm:
         for asked in asks:
             assert llm.llm.reset_prefix_cache()

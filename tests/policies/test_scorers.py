@@ -16,6 +16,8 @@ from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
 from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
 from vllm_kvcompress.policies.scorers.chance import Random
+from vllm_kvcompress.policies.scorers.keydiff import KeyDiff
+from vllm_kvcompress.policies.scorers.lagkv import LagKV
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
 from vllm_kvcompress.policies.scorers.tova import Tova
 from vllm_kvcompress.policies.scorers.window import SnapKV
@@ -61,13 +63,16 @@ def test_names():
         "cake": CakeIndicator,
         "caote": Caote,
         "fastcaote": FastCaote,
+        "keydiff": KeyDiff,
+        "lagkv": LagKV,
         "random": Random,
     }
     window, both = Reads.WINDOW, Reads.WINDOW | Reads.VARIANCE
     sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
-    nothing = Reads.NOTHING
+    nothing, keys = Reads.NOTHING, Reads.KEYS
     assert [s().reads for s in SCORERS.values()] == [
-        *(nothing, sums, window, window, both, values, values, nothing)
+        *(nothing, sums, window, window, both, values, values),
+        *(keys, keys | Reads.VALUES, nothing),
     ]
 
 

@@ -32,6 +32,8 @@ class Reads(enum.Flag):
     """Their means over the queries that see a token, beside COLUMN_SUMS (allocators only)."""
     VALUES = enum.auto()
     """The cached values."""
+    KEYS = enum.auto()
+    """The cached keys."""
     SCORES = enum.auto()
     """The scorer's scores of every layer (allocators only)."""
 

@@ -41,7 +41,8 @@ class TiledPacker(Packer):
     def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
         pages = self.pool.flat_ids(layer, blocks)
         none = pages[:0]
-        with_keys = pages if reads & (Reads.WINDOW | Reads.COLUMN_SUMS) else none
+        of_keys = Reads.WINDOW | Reads.COLUMN_SUMS | Reads.KEYS
+        with_keys = pages if reads & of_keys else none
         with_values = pages if Reads.VALUES in reads else none
         return PagedLayer(
             layer=layer,

@@ -7,6 +7,8 @@ from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
 from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
 from vllm_kvcompress.policies.scorers.chance import Random
+from vllm_kvcompress.policies.scorers.keydiff import KeyDiff
+from vllm_kvcompress.policies.scorers.lagkv import LagKV
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
 from vllm_kvcompress.policies.scorers.tova import Tova
 from vllm_kvcompress.policies.scorers.window import SnapKV
@@ -19,5 +21,7 @@ SCORERS: Mapping[str, type[Scorer]] = {
     "cake": CakeIndicator,
     "caote": Caote,
     "fastcaote": FastCaote,
+    "keydiff": KeyDiff,
+    "lagkv": LagKV,
     "random": Random,
 }
