@@ -75,9 +75,9 @@ INTO = (on_device(5), on_device(), on_device(4, 8, 30), on_device(4, 8))
 
 CALLS = {
     "window_scores": lambda: [
-        window_scores(QUERY, K, TABLE, 200, scale, variance=variance)
+        window_scores(QUERY, K, TABLE, 200, scale, variance=pooled, maximum=maximum, pooled=pooled)
         for scale in (0.1, -0.1)
-        for variance in (False, True)
+        for maximum, pooled in ((False, False), (True, False), (True, True))
     ],
     "column_sums": lambda: column_sums(QUERY, K, TABLE, 200, 0.1),
     "value_scores": lambda: [
@@ -102,8 +102,8 @@ CALLS = {
     ],
     "page_tables": lambda: page_tables(*STEP, on_device(4), 4, 16, *INTO),
     "window_scores_of_layers": lambda: [
-        window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=variance)
-        for variance in (False, True)
+        window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=more, maximum=more)
+        for more in (False, True)
     ],
 }
 BEHIND_AN_OP = {"run", "run_layers", "chunks"}

@@ -48,7 +48,9 @@ def pooled_maximum(a, past):
     return most
 
 
-def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, **how):
+def compare(
+    heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, pooled=False, **how
+):
     dtype = how.get("dtype", torch.float32)
     rng = np.random.RandomState(seed)
     q = torch.from_numpy(q_scale * rng.standard_normal((heads, w, dim))).to(dtype)
@@ -61,8 +63,9 @@ def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0,
     np.testing.assert_allclose(got.last, a[:, -1], **close)
     np.testing.assert_allclose(got.maximum, a.max(1), **close)
     assert got.maximum.dtype == torch.float32
-    pooled = window_scores(*asked, variance=False, maximum=True, pooled=True)
-    np.testing.assert_allclose(pooled.maximum, pooled_maximum(a, tokens - w), **close)
+    if pooled:
+        found = window_scores(*asked, variance=False, maximum=True, pooled=True).maximum
+        np.testing.assert_allclose(found, pooled_maximum(a, tokens - w), **close)
     assert got.total.shape == (heads, tokens - w)
     assert got.total.dtype == torch.float32
     np.testing.assert_allclose(got.total, total, **close)
@@ -88,13 +91,13 @@ def compare(heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0,
 )
 @pytest.mark.parametrize("block", [1, 16, 128])
 def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, w, block):
-    compare(heads, kv_heads, tokens, w, dim, block, seed=seed, q_scale=1.5)
+    compare(heads, kv_heads, tokens, w, dim, block, seed=seed, q_scale=1.5, pooled=block == 16)
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 33, 48, 511, 512, 513, 1024, 1040])
 @pytest.mark.parametrize("w", [1, 2, 14])
 def test_lengths_around_blocks_and_tiles(tokens, w):
-    compare(4, 2, tokens, w, seed=tokens)
+    compare(4, 2, tokens, w, seed=tokens, pooled=w < 3)
 
 
 @pytest.mark.parametrize("block", [512, 528, 1024])
@@ -116,7 +119,7 @@ def test_windows_over_several_tiles(w):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "w"), [(2, 1, 130), (1, 1, 199), (5, 1, 40)])
 def test_more_rows_than_a_tile(heads, kv_heads, w):
-    compare(heads, kv_heads, 200, w, dim=4)
+    compare(heads, kv_heads, 200, w, dim=4, pooled=heads == 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -147,12 +150,13 @@ def test_any_shape(heads, tokens, block, q_scale, interleave, seed, data):
         seed=seed,
         q_scale=q_scale,
         interleave=interleave,
+        pooled=True,
     )
 
 
 def test_sharp_attention_stays_finite():
     """Logits in the thousands: A is 0 or 1 and 0 log 0 is 0."""
-    got = compare(2, 1, 40, 4, q_scale=3000.0)
+    got = compare(2, 1, 40, 4, q_scale=3000.0, pooled=True)
     assert all(x.isfinite().all() for x in got)
 
 
@@ -214,6 +218,28 @@ def test_block_size_does_not_matter(block):
     two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, **every)
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("past", range(1, 8))
+def test_pooled_rows_keep_their_sum(past):
+    """Whatever is near an end, and where all is: of one row the maximum is the row."""
+    compare(2, 1, past + 1, 1, seed=past, q_scale=2.0, pooled=True)
+    k, q = torch.randn(1, past + 1, 8), torch.randn(1, 2, 8)
+    asked = q, *paged_keys(k, 16), past + 1, 0.7
+    got = window_scores(*asked, variance=False, maximum=True, pooled=True)
+    np.testing.assert_allclose(got.maximum[:, :past].sum(1), got.total.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(got.maximum[:, past:], got.recent, rtol=1e-5)
+
+
+def test_rows_that_see_nothing_of_the_past_pool_to_nothing():
+    """Their sum is 0 in float32, and so is what it is divided by."""
+    past, w = 9, 3
+    k, q = torch.zeros(1, past + w, 8), torch.full((w, 2, 8), 5.0)
+    k[:, past:] = 5.0
+    asked = q, *paged_keys(k, 16), past + w, 1.0
+    got = window_scores(*asked, variance=False, maximum=True, pooled=True).maximum
+    assert (got[:, :past] == 0).all()
+    np.testing.assert_allclose(got[:, past:], [[1.0, 0.5, 1 / 3]] * 2, rtol=1e-4)
 
 
 def test_inputs_are_left_alone():

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import methods_reference as ref
-from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.offline import compress
@@ -79,6 +78,16 @@ def test_values_that_are_all_zero_are_no_reason_to_choose():
     got = compress(q, k, torch.zeros_like(v), policy=policy, budget=40)
     assert (got.scores[0][:, :58] == 0).all()
     assert got.positions[0][0].tolist() == [*range(8), *range(58, 90)]
+
+
+def test_defensive_by_hand():
+    """docs/methods.md 4.4: the rows' maximum by the reference, then what it is raised to."""
+    rows = np.array([[0.8, 0, 0, 0, 0, 0], [0, 0, 0, 0.4, 0, 0]])
+    highest = np.max([ref.pooled_row(row) for row in rows], axis=0)
+    np.testing.assert_allclose(highest, [0.8 / 3] * 3 + [0.08] * 3, rtol=1e-6)
+    got = SnapKV(aggregate="defensive").score(columns(highest[None], 1, 0))
+    want = [pytest.approx(0.26667, rel=1e-4)] * 3 + [pytest.approx(0.17333, rel=1e-4)] * 3
+    assert got[0].tolist() == want
 
 
 def test_aggregates_rank_apart():
@@ -153,21 +162,6 @@ def test_equal_keys_get_equal_scores_wherever_they_lie():
     inner = scores[0, 16 : 1088 - 16].view(-1, 16)
     assert (inner == inner[:1]).all()
     assert inner[0].unique().numel() > 1
-
-
-@pytest.mark.parametrize("past", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("w", [1, 3])
-def test_short_pasts_keep_their_mass(past, w):
-    """Nothing falls off at the ends, even where all is an end: one row's sum is what it was."""
-    q, k, _ = (x[0] for x in inputs(1, 2, 2, past + w, 4, sink=2.0, seed=past))
-    window = q[:, past:].transpose(0, 1)[:1]
-    page, table = k.transpose(1, 2)[None], torch.tensor([0])
-    got = window_scores(
-        window, page[..., : past + 1], table, past + 1, 0.5, variance=False, maximum=True,
-        pooled=True,
-    )  # fmt: skip
-    np.testing.assert_allclose(got.maximum[:, :past].sum(1), got.total.sum(1), rtol=1e-5)
-    np.testing.assert_allclose(got.maximum[:, past:], got.recent, rtol=1e-6)
 
 
 def test_reads():

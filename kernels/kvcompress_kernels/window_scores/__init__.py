@@ -96,10 +96,10 @@ def window_scores_of_layers(
     require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
     require(maximum or not pooled, name, "pooled is of a maximum; ask for that too", maximum)
     check_pages(name, pages, tokens, key_pages.shape[3], len(queries))
-    if contract.triton_takes(queries[0]) and not maximum:
+    if contract.triton_takes(queries[0]):
         from kvcompress_kernels.window_scores.triton import run_layers
 
-        return run_layers(queries, key_pages, pages, tokens, scale, variance)
+        return run_layers(queries, key_pages, pages, tokens, scale, variance, maximum, pooled)
     from kvcompress_kernels.window_scores.reference import run
 
     return [

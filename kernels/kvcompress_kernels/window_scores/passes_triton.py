@@ -8,6 +8,9 @@ single pass would have to store the logits, and G * w float32 logits of a column
     log_sum    those joined: the row's top and log2 of its sum  [N, Hq * w] each
     columns    logits again, ``A = 2 ** (s - top - log_sum)``, reduced over the window's rows
 
+and a fourth where rows are pooled (`pooled_triton.py`), for which the first two also find what a
+row's ends lose: its sum over the past over that of its pooled row.
+
 Top and log2 of the sum stay apart: logits in the thousands would leave their sum, the LSE, an
 error of 3e-4 in float32, and A with it.
 
@@ -35,7 +38,7 @@ VARIES = ["w", "group", "s_pages"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _window_rows(  # type: ignore[no-untyped-def]
+def window_rows(  # type: ignore[no-untyped-def]
     query, head, i, group, w, s_token, s_head, s_dim, DIM: tl.constexpr, PAD: tl.constexpr
 ):
     dim = tl.arange(0, PAD)
@@ -49,7 +52,7 @@ def _window_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _key_tile(  # type: ignore[no-untyped-def]
+def key_tile(  # type: ignore[no-untyped-def]
     keys,
     pages,
     column,
@@ -90,6 +93,8 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     lengths,  # [N]
     tops,  # [N, splits, Hq * w]
     sums,  # [N, splits, Hq * w]
+    past_sums,  # the same over the past's columns; None unless rows are pooled
+    pooled_sums,  # the same, each column as often as it counts in a pooled row
     factor,  # scale / ln 2
     w,
     group,
@@ -124,7 +129,7 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     each = tl.arange(0, HEADS * WINDOW)
     head = tile // tl.cdiv(w, WINDOW) * HEADS + each // WINDOW
     i = tile % tl.cdiv(w, WINDOW) * WINDOW + each % WINDOW
-    q = _window_rows(
+    q = window_rows(
         query + row * s_query_row + kv * group * s_query_head,
         head,
         i,
@@ -141,12 +146,14 @@ def partials_kernel(  # type: ignore[no-untyped-def]
 
     top = tl.full([HEADS * WINDOW], float("-inf"), tl.float32)
     total = tl.zeros([HEADS * WINDOW], tl.float32)
+    past_sum = tl.zeros([HEADS * WINDOW], tl.float32)
+    pooled_sum = tl.zeros([HEADS * WINDOW], tl.float32)
     whole = tl.maximum(first, tl.minimum(first + SPAN, past // COLUMNS * COLUMNS))
     stop = tl.minimum(first + SPAN, tokens)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
             column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
-            k = _key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+            k = key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
             k = widened(k, q.dtype)
             if q.dtype != k.dtype:
                 s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
@@ -157,14 +164,25 @@ def partials_kernel(  # type: ignore[no-untyped-def]
             new = tl.maximum(top, tl.max(s, 1) * factor)
             # a row that has seen nothing yet has no top to subtract
             less = tl.where(new == float("-inf"), 0.0, new) if EDGE else new
-            total *= tl.exp2(top - less)
-            total += tl.sum(tl.exp2(tl.fma(s, factor, -less[:, None])), 1)
+            rise = tl.exp2(top - less)
+            seen = tl.exp2(tl.fma(s, factor, -less[:, None]))
+            total = total * rise + tl.sum(seen, 1)
+            if past_sums is not None:
+                old = (column < past)[None, :]
+                # of its five places a column misses those before the first and behind the last
+                places = 5 - tl.maximum(2 - column, 0) - tl.maximum(column + 3 - past, 0)
+                seen = tl.where(old, seen, 0.0) if EDGE else seen
+                past_sum = past_sum * rise + tl.sum(seen, 1)
+                pooled_sum = pooled_sum * rise + tl.sum(seen * places.to(tl.float32)[None, :], 1)
             top = new
     lines = tl.num_programs(1) * group * w
     at = (row * splits + split) * lines + (kv * group + head) * w + i
     real = (head < group) & (i < w)
     tl.store(tops + at, top, mask=real)
     tl.store(sums + at, total, mask=real)
+    if past_sums is not None:
+        tl.store(past_sums + at, past_sum, mask=real)
+        tl.store(pooled_sums + at, pooled_sum, mask=real)
 
 
 @triton.jit(do_not_specialize=["lines", "splits"])  # type: ignore[untyped-decorator]
@@ -172,8 +190,11 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     tops,
     sums,
     lengths,
+    past_sums,
+    pooled_sums,
     row_tops,  # [N, Hq * w]
     log_sums,  # [N, Hq * w]
+    shares,  # [N, Hq * w], of the sum of five columns; None unless rows are pooled
     lines,
     splits,
     SPAN: tl.constexpr,
@@ -187,6 +208,8 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     count = tl.cdiv(tl.load(lengths + row).to(tl.int32), SPAN)
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
+    past_sum = tl.zeros([LINES], tl.float32)
+    pooled_sum = tl.zeros([LINES], tl.float32)
     for start in range(0, count, SPLITS):
         split = start + tl.arange(0, SPLITS)
         at = (row * splits + split)[:, None] * lines + line[None, :]
@@ -194,15 +217,24 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
         tops_now = tl.load(tops + at, mask=live, other=float("-inf"))  # [SPLITS, LINES]
         sums_now = tl.load(sums + at, mask=live, other=0.0)
         new = tl.maximum(top, tl.max(tops_now, 0))  # finite: all rows see column 0
-        total *= tl.exp2(top - new)
-        total += tl.sum(sums_now * tl.exp2(tops_now - new[None, :]), 0)
+        rise, below = tl.exp2(top - new), tl.exp2(tops_now - new[None, :])
+        total = total * rise + tl.sum(sums_now * below, 0)
+        if shares is not None:
+            now = tl.load(past_sums + at, mask=live, other=0.0)
+            past_sum = past_sum * rise + tl.sum(now * below, 0)
+            now = tl.load(pooled_sums + at, mask=live, other=0.0)
+            pooled_sum = pooled_sum * rise + tl.sum(now * below, 0)
         top = new
     tl.store(row_tops + row * lines + line, top, mask=real)
     tl.store(log_sums + row * lines + line, tl.log2(total), mask=real)
+    if shares is not None:
+        # both are 0 in a row that attends to nothing of the past, and so are its columns
+        share = past_sum / tl.maximum(pooled_sum, 1e-37)
+        tl.store(shares + row * lines + line, share, mask=real)
 
 
 @triton.jit
-def _put(out, line, size, column, values, live, heads_live):  # type: ignore[no-untyped-def]
+def put(out, line, size, column, values, live, heads_live):  # type: ignore[no-untyped-def]
     """Store ``[COLUMNS, HEADS]`` at lines of `size`."""
     at = (line * size)[None, :] + column[:, None]
     tl.store(out + at, values, mask=live[:, None] & heads_live[None, :])
@@ -220,6 +252,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     variance_out,  # [N, Hq, size - w] or None
     recent_out,  # [N, Hq, w]
     last_out,  # [N, Hq, size]
+    maximum_out,  # [N, Hq, size] or None
     entropies,  # [N, Hkv * tiles * splits]
     shifts,  # the same; None without `variance_out`
     factor,
@@ -265,7 +298,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     each = tl.arange(0, HEADS * WINDOW)
     head, i = tile * HEADS + each // WINDOW, each % WINDOW
     q = tl.trans(
-        _window_rows(query, head, i, group, w, s_query_token, s_query_head, s_query_dim, DIM, PAD)
+        window_rows(query, head, i, group, w, s_query_token, s_query_head, s_query_dim, DIM, PAD)
     )  # [PAD, ROWS]
     # rows that do not exist have A = 2 ** -1e30 = 0, and A * log A = -0 rather than NaN
     real = (head < group) & (i < w)
@@ -279,17 +312,18 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else first, stop if EDGE else whole, COLUMNS):
             column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
-            k = _key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
+            k = key_tile(keys, pages, column, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, EDGE)
             k = widened(k, q.dtype, (column < tokens)[:, None])
             total = tl.zeros([COLUMNS, HEADS], tl.float32)
             squares = tl.zeros([COLUMNS, HEADS], tl.float32)
             last = tl.zeros([COLUMNS, HEADS], tl.float32)
+            maximum = tl.zeros([COLUMNS, HEADS], tl.float32)
             mass = tl.zeros([COLUMNS], tl.float32)
             for chunk in range(CHUNKS):
                 q_now, top_now, log_sum_now = q, top, log_sum
                 if CHUNKS > 1:
                     now = chunk * WINDOW + i
-                    q_now = _window_rows(
+                    q_now = window_rows(
                         *(query, head, now, group, w),
                         *(s_query_token, s_query_head, s_query_dim, DIM, PAD),
                     )
@@ -311,6 +345,8 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                 logs = tl.where(a == 0.0, 0.0, s) if EDGE else s
                 mass += tl.sum(tl.sum(a * logs, 2), 1)
                 last += tl.sum(tl.where(at == w - 1, a, 0.0), 2)
+                if maximum_out is not None:
+                    maximum = tl.maximum(maximum, tl.max(a, 2))
                 if variance_out is not None:
                     # squares about the chunk's mean, then about that of the rows so far (Chan)
                     seen = chunk * WINDOW
@@ -324,18 +360,20 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                 total += part
 
             old = column < past
-            _put(total_out, line, size - w, column, total, old, heads_live)
+            put(total_out, line, size - w, column, total, old, heads_live)
             if variance_out is not None:
                 squares = squares / (w - 1)
-                _put(variance_out, line, size - w, column, squares, old, heads_live)
+                put(variance_out, line, size - w, column, squares, old, heads_live)
                 spread = tl.sum(squares, 1)
                 shift += tl.where(old, spread, 0.0) if EDGE else spread
             entropy += tl.where(old, mass, 0.0) if EDGE else mass
             known = column < tokens
-            _put(last_out, line, size, column, last, known, heads_live)
+            put(last_out, line, size, column, last, known, heads_live)
+            if maximum_out is not None:
+                put(maximum_out, line, size, column, maximum, known, heads_live)
             if EDGE:
                 own = (column >= past) & known
-                _put(recent_out, line, w, column - past, total, own, heads_live)
+                put(recent_out, line, w, column - past, total, own, heads_live)
 
     part = (row * tl.num_programs(1) + kv) * tl.num_programs(0) + tl.program_id(0)
     tl.store(entropies + part, tl.sum(entropy, 0) * -0.6931471805599453)

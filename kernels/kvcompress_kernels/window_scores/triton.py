@@ -15,6 +15,7 @@ from kvcompress_kernels.window_scores.passes_triton import (
     log_sum_kernel,
     partials_kernel,
 )
+from kvcompress_kernels.window_scores.pooled_triton import pooled_kernel
 from kvcompress_kernels.window_scores.result import WindowScores
 
 SPAN = 1024
@@ -29,8 +30,10 @@ def run_layers(
     tokens: int,
     scale: float,
     variance: bool,
+    maximum: bool,
+    pooled: bool,
 ) -> list[WindowScores]:
-    """Three launches, whatever the number of layers."""
+    """Three launches, four where rows are pooled, whatever the number of layers."""
     query = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
     name, (rows, w, heads, dim) = "window_scores", query.shape
     _, kv_heads, _, block = key_pages.shape
@@ -43,7 +46,8 @@ def run_layers(
         query, scale = -query, -scale
     model = w, group, dim, max(query.itemsize, key_pages.itemsize)
     partials_shapes = _partials_shapes(*model)
-    columns_shapes = _columns_shapes(*model, architecture(query.device), variance)
+    sm = architecture(query.device)
+    columns_shapes = _columns_shapes(*model, sm, variance)
     layout = 0 if pages.shape[1] == 1 else block
     splits, lines = triton.cdiv(tokens, SPAN), heads * w
     strides = (*query.stride(), pages.stride(0), *key_pages.stride())
@@ -55,17 +59,22 @@ def run_layers(
         return torch.empty(shape, dtype=torch.float32, device=query.device)
 
     tops, sums = new(2, rows, splits, lines)
+    past_sums, pooled_sums = new(2, rows, splits, lines) if pooled else (None, None)
     row_tops, log_sums = new(2, rows, lines)
+    shares = new(rows, lines) if pooled else None
     tiles = triton.cdiv(group, partials_shapes["HEADS"])
     tiles *= triton.cdiv(w, partials_shapes["WINDOW"])
     partials_kernel[(tiles * splits, kv_heads, rows)](
-        *(query, key_pages, pages, lengths, tops, sums, factor, w, group, splits),
+        *(query, key_pages, pages, lengths, tops, sums, past_sums, pooled_sums),
+        *(factor, w, group, splits),
         *strides,
         BLOCK=layout,
         **partials_shapes,
     )
     log_sum_kernel[(triton.cdiv(lines, LOG_SUM["LINES"]), rows)](
-        tops, sums, lengths, row_tops, log_sums, lines, splits, **LOG_SUM
+        *(tops, sums, lengths, past_sums, pooled_sums, row_tops, log_sums, shares),
+        *(lines, splits),
+        **LOG_SUM,
     )
     tiles = triton.cdiv(group, columns_shapes["HEADS"])
     parts = kv_heads * tiles * splits
@@ -76,14 +85,24 @@ def run_layers(
     )
     spread = new(rows, heads, tokens - w) if variance else None
     entropies, shifts = new(rows, parts), new(rows, parts) if variance else None
+    most = new(rows, heads, tokens) if maximum else None
     columns_kernel[(tiles * splits, kv_heads, rows)](
         *(query, key_pages, pages, lengths, row_tops, log_sums),
-        *(total, spread, recent, last, entropies, shifts),
+        *(total, spread, recent, last, None if pooled else most, entropies, shifts),
         *(factor, w, group, tokens),
         *strides,
         BLOCK=layout,
         **columns_shapes,
     )
+    if pooled:
+        pooled_shapes = _pooled_shapes(*model, sm)
+        pooled_kernel[(triton.cdiv(group, pooled_shapes["HEADS"]) * splits, kv_heads, rows)](
+            *(query, key_pages, pages, lengths, row_tops, log_sums, shares, most),
+            *(factor, w, group, tokens),
+            *strides,
+            BLOCK=layout,
+            **pooled_shapes,
+        )
     entropy = entropies.sum(1, dtype=torch.float64).float()
     shift = torch.zeros_like(entropy)
     if shifts is not None:
@@ -96,6 +115,7 @@ def run_layers(
             shift=shift[row],
             recent=recent[row],
             last=last[row],
+            maximum=None if most is None else most[row],
         )
         for row in range(rows)
     ]
@@ -146,25 +166,31 @@ def _columns_shapes(
     return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
 
 
+def _pooled_shapes(w: int, group: int, dim: int, itemsize: int, sm: int) -> dict[str, int]:
+    """As `_columns_shapes`; Ampere's would spill at 128 rows here too."""
+    return _columns_shapes(w, group, dim, itemsize, sm, False)
+
+
 def builds(sm: int) -> list[Build]:
     """bf16 queries, 8 KV heads in groups of 4, block 16; keys of bf16 or, a few, of float8.
 
     Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
     stores them transposed, where no kernel runs.
     """
+    plain = {**dict.fromkeys(("tops", "sums", "row_tops", "log_sums"), "*fp32"), "lengths": "*i32"}
+    pooled = dict.fromkeys(("past_sums", "pooled_sums", "shares"), "*fp32")
     all_builds = [
         Build(
-            name="window_scores log_sum",
+            name=name,
             kernel=log_sum_kernel,
-            signature={
-                **dict.fromkeys(("tops", "sums", "row_tops", "log_sums"), "*fp32"),
-                "lengths": "*i32",
-                "lines": "i32",
-                "splits": "i32",
-            },
-            constexprs=LOG_SUM,
-            aligned=("tops", "sums", "row_tops", "log_sums", "lengths"),
+            signature={**pointers, "lines": "i32", "splits": "i32"},
+            constexprs={**dict.fromkeys(set(pooled) - set(pointers)), **LOG_SUM},
+            aligned=tuple(pointers),
             wide_loads=False,
+        )
+        for name, pointers in (
+            ("window_scores log_sum", plain),
+            ("window_scores log_sum pooled", {**plain, **pooled}),
         )
     ]
     for of in float8(sm).values():
@@ -180,8 +206,9 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
     inputs = {"query": "*bf16", "keys": of, "pages": "*i64", "lengths": "*i32"}
     numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
     aligned = [*inputs, *(x for x in strides if x != "s_pages")]
-    outputs = ("total_out", "variance_out", "recent_out", "last_out", "entropies", "shifts")
-    some, every = (_columns_shapes(w, 4, dim, 2, sm, variance) for variance in (False, True))
+    outputs = ("total_out", "recent_out", "last_out", "entropies")
+    optional = {"variance_out", "shifts", "maximum_out"}
+    shapes = {spread: _columns_shapes(w, 4, dim, 2, sm, spread) for spread in (False, True)}
 
     def build(kernel: Any, part: str, pointers: Sequence[str], size: str, config: Any) -> Build:
         constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **config}
@@ -196,25 +223,24 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
             tensor_cores=True,
         )
 
-    # Every method but CAKE asks for these alone.
-    plain = ("total_out", "recent_out", "last_out", "entropies")
-    absent = dict.fromkeys(set(outputs) - set(plain))
+    def partials(part: str, *pointers: str) -> Build:
+        absent = dict.fromkeys({"past_sums", "pooled_sums"} - set(pointers))
+        config = {**_partials_shapes(w, 4, dim, 2), **absent}
+        return build(partials_kernel, part, ("tops", "sums", *pointers), "splits", config)
+
+    def columns(part: str, *pointers: str) -> Build:
+        config = {**shapes["variance_out" in pointers], **dict.fromkeys(optional - set(pointers))}
+        asked = ("row_tops", "log_sums", *outputs, *pointers)
+        return build(columns_kernel, part, asked, "size", config)
+
+    pooled = ("row_tops", "log_sums", "shares", "maximum_out")
     return [
-        build(
-            partials_kernel, "partials", ("tops", "sums"), "splits", _partials_shapes(w, 4, dim, 2)
-        ),
-        build(
-            columns_kernel,
-            "plain",
-            ("row_tops", "log_sums", *plain),
-            "size",
-            {**some, **absent},
-        ),
-        build(
-            columns_kernel,
-            "all",
-            ("row_tops", "log_sums", *outputs),
-            "size",
-            every,
-        ),
+        partials("partials"),
+        partials("partials pooled", "past_sums", "pooled_sums"),
+        # Scorers ask for a maximum or not, CAKE for a variance beside it.
+        columns("plain"),
+        columns("maximum", "maximum_out"),
+        columns("all", "variance_out", "shifts"),
+        columns("all maximum", "variance_out", "shifts", "maximum_out"),
+        build(pooled_kernel, "pooled", pooled, "size", _pooled_shapes(w, 4, dim, 2, sm)),
     ]

@@ -1,0 +1,108 @@
+"""The maximum over the window's rows, each averaged over five neighbouring columns before.
+
+The pass that stands beside `columns` where it is asked for. A row's columns lie across the threads
+of a product's result, and those of the next tile in another program: to average them there they
+would pass through shared memory. So a tile is multiplied five times, each time with the keys one
+column on, which come from the caches, and the results are added where they lie, in one order
+wherever a column is: equal neighbourhoods get equal scores. Against the attention of the prefill
+this multiplies ``5 w / S``.
+
+What a row's ends lose is given back in proportion (`share`, from `partials` and `log_sum`), so
+that nothing of the past is read before.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcompress_kernels.float8_triton import widened
+from kvcompress_kernels.window_scores.passes_triton import VARIES, key_tile, put, window_rows
+
+
+@triton.jit(do_not_specialize=[*VARIES, "size"])  # type: ignore[untyped-decorator]
+def pooled_kernel(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    pages,
+    lengths,
+    row_tops,
+    log_sums,
+    shares,
+    maximum_out,  # [N, Hq, size]; the window's own columns are not pooled
+    factor,
+    w,
+    group,
+    size,
+    s_query_row,
+    s_query_token,
+    s_query_head,
+    s_query_dim,
+    s_pages,
+    s_page,
+    s_head,
+    s_dim,
+    s_slot,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    tiles = tl.cdiv(group, HEADS)
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    kv = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    tokens = tl.load(lengths + row).to(tl.int32)
+    past = tokens - w
+    first = split * SPAN
+    if first >= tokens:
+        return
+    keys += kv * s_head
+    pages += row * s_pages
+    query += row * s_query_row + kv * group * s_query_head
+    lines = (row * tl.num_programs(1) + kv) * group * w
+    row_tops += lines
+    log_sums += lines
+    shares += lines
+
+    local = tile * HEADS + tl.arange(0, HEADS)
+    line = (row * tl.num_programs(1) + kv) * group + local
+    each = tl.arange(0, HEADS * WINDOW)
+    head = tile * HEADS + each // WINDOW
+    for start in range(first, tl.minimum(first + SPAN, tokens), COLUMNS):
+        column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
+        old = column < past
+        maximum = tl.zeros([COLUMNS, HEADS], tl.float32)
+        for chunk in range(CHUNKS):
+            i = chunk * WINDOW + each % WINDOW
+            q = window_rows(
+                query, head, i, group, w, s_query_token, s_query_head, s_query_dim, DIM, PAD
+            )
+            q = tl.trans(q)  # [PAD, ROWS]
+            # rows that do not exist have A = 2 ** -1e30 = 0
+            real = (head < group) & (i < w)
+            top = tl.load(row_tops + head * w + i, mask=real, other=1e30)
+            log_sum = tl.load(log_sums + head * w + i, mask=real, other=0.0)
+            share = tl.load(shares + head * w + i, mask=real, other=0.0)
+            pooled = tl.zeros([COLUMNS, HEADS * WINDOW], tl.float32)
+            for shift in range(-2, 3):
+                near = column + shift
+                counts = tl.where(old, (near >= 0) & (near < past), shift == 0)
+                # what is read is of the past, or the window's own column
+                near = tl.where(old, tl.maximum(tl.minimum(near, past - 1), 0), column)
+                k = key_tile(
+                    keys, pages, near, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, True
+                )
+                k = widened(k, q.dtype, (near < tokens)[:, None])
+                if q.dtype != k.dtype:
+                    s = tl.dot(k.to(tl.float32), q.to(tl.float32), input_precision="ieee")
+                else:
+                    s = tl.dot(k, q, input_precision="ieee")  # [COLUMNS, ROWS]
+                a = tl.exp2(tl.fma(s, factor, -top[None, :]) - log_sum[None, :])
+                pooled += tl.where(counts[:, None] & (near[:, None] <= (past + i)[None, :]), a, 0.0)
+            pooled *= tl.where(old[:, None], share[None, :], 1.0)
+            pooled = tl.reshape(pooled, [COLUMNS, HEADS, WINDOW])
+            maximum = tl.maximum(maximum, tl.max(pooled, 2))
+        put(maximum_out, line, size, column, maximum, column < tokens, local < group)
