@@ -90,8 +90,13 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return held
 
 
-# In the last, not all layers that are scored together are read: layer 0 ranks for 1 and 2.
 KEEPING = {name: {} for name in PRESET_NAMES}
+if not V2:
+    by_norm = {"aggregate": "max", "value_norm": True}
+    KEEPING["pyramidkv, the maximum by value norms"] = {"scorer_params": by_norm}
+    defensive = {"allocator": "cake", "scorer_params": {"aggregate": "defensive"}}
+    KEEPING["caote, defensive, beside a variance"] = defensive
+# Here not all layers that are scored together are read: layer 0 ranks for 1 and 2.
 KEEPING["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
 KEEPING["d2o, values merged alone"] = {"merge": "values"}
 KEEPING["custom, keys alone are read"] = {"scorer": "keydiff"}
