@@ -7,6 +7,7 @@ tokens. ``snapkv`` at budgets below 0.5 gets every second number wrong from its 
 import json
 import math
 import threading
+import time
 from typing import Any
 
 VOCABULARY = 12
@@ -28,6 +29,7 @@ class FakeVllm:
         top: most likely tokens that it tells.
         metrics: whether there is such a page.
         fail_from: number of the request from which on it answers 500; None for never.
+        pace_s: seconds that it takes for each answer.
         refuse: a text whose prompts it answers with 400.
     """
 
@@ -40,6 +42,7 @@ class FakeVllm:
         self.top = 20
         self.fail_from: int | None = None
         self.refuse = "refuse this"
+        self.pace_s = 0.0
         self._compressed = 0
         self._lock = threading.Lock()
 
@@ -60,6 +63,7 @@ class FakeVllm:
             return 200, json.dumps({"count": len(json.loads(body)["prompt"].split())})
         if path != "/v1/chat/completions":
             return 404, ""
+        time.sleep(self.pace_s)
         with self._lock:
             return self._chat(json.loads(body))
 

@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -237,9 +237,10 @@ def _ask(comparison: Comparison, concurrency: int, console: Console) -> None:
     )
     if comparison.done:
         console.print(f"{comparison.done} of {comparison.total} are there already.")
-    with Progress(*columns, console=console, transient=True) as progress:
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(*columns, console=console, transient=True))
         task = progress.add_task("asking", total=comparison.total, completed=comparison.done)
-        for cell in comparison.ask(concurrency):
+        for cell in stack.enter_context(closing(comparison.ask(concurrency))):
             progress.update(task, advance=1, description=str(cell))
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,10 +90,8 @@ class Comparison:
             "min_prompt": self._served.min_prompt,
             "top_logprobs": self._served.client.top if kl else 0,
         }
-        found = self._journal.open(self._settings, self._cells)
-        wanted = set(self._cells)
-        done = {(o.key, o.cell): o for o in found if o.cell in wanted}
-        self._outcomes = list(done.values())
+        self._take(self._journal.open(self._settings, self._cells))
+        done = {(o.key, o.cell) for o in self._outcomes}
         self.total = len(items) * len(self._cells)
         for item, key in zip(items, keys, strict=True):
             cells = [cell for cell in self._cells if (key, cell) not in done]
@@ -104,7 +103,7 @@ class Comparison:
         self._before = preflight.counted(self._served.client.host)
         self.begun = True
 
-    def ask(self, concurrency: int) -> Iterator[Cell]:
+    def ask(self, concurrency: int) -> Generator[Cell, None, None]:
         """Ask for what is left; each cell of each prompt as it is done and written.
 
         Raises:
@@ -114,15 +113,19 @@ class Comparison:
         client = self._served.client
         if not self._kl:
             client = dataclasses.replace(client, top=0)
+        asking = runner.ask_all(client, self._works, concurrency=concurrency, kl=self._kl)
         try:
-            for asked in runner.ask_all(client, self._works, concurrency=concurrency, kl=self._kl):
-                self._note(asked)
-                yield asked.cell
+            with closing(asking):
+                for asked in asking:
+                    self._note(asked)
+                    yield asked.cell
         finally:
             self._journal.count(_sum(counted, self._risen()))
 
     def report(self, *, by: By | None, max_drop: float) -> Report:
         """What is known by now."""
+        # An interrupt may have come between a line and its place in here.
+        self._take(self._journal.outcomes())
         measure = by or default_by(self._outcomes)
         summaries = summarise(
             self._cells, self._outcomes, by=measure, none_compressed=self._journal.counted == 0
@@ -137,6 +140,9 @@ class Comparison:
             notes=[*self.notes, *self._remarks(summaries, complete, measure)],
             settings=dict(self._settings),
         )
+
+    def _take(self, found: Sequence[Outcome]) -> None:
+        self._outcomes = list({(o.key, o.cell): o for o in found}.values())
 
     def _note(self, asked: runner.Asked) -> None:
         if asked.refusal is not None:

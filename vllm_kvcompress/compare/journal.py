@@ -92,7 +92,7 @@ class Journal:
                 " and budgets of that run again, and any more, or give another folder"
             )
         self._save(run | {"cells": names})
-        return self._outcomes()
+        return self.outcomes()
 
     def add(self, outcome: Outcome) -> None:
         """Write one line, down to the disk."""
@@ -147,7 +147,13 @@ class Journal:
         scratch.write_text(json.dumps(run, indent=2) + "\n")
         scratch.replace(path)
 
-    def _outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[Outcome]:
+        """All lines that are whole.
+
+        Raises:
+            ConfigError: one before the last is broken.
+        """
+        self._lines.flush()
         self._lines.seek(0)
         found: list[Outcome] = []
         whole = 0

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class Asked:
 
 def ask_all(
     client: Client, works: Sequence[Work], *, concurrency: int, kl: bool
-) -> Iterator[Asked]:
+) -> Generator[Asked, None, None]:
     """Ask for all of it, in the order in which answers come.
 
     Threads end with the iterator: what they still ask is not waited for.

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 CONFIDENCE = 0.95
+_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def estimate(
     count = len(order)
     sums = _by_group(numbers, numerators, count)
     counts = _by_group(numbers, denominators, count)
-    means = _resampled(sums, counts, np.random.default_rng(seed), resamples)
+    means = _resampled(sums, counts, _drawn(count, seed, resamples))
     tail = (1 - CONFIDENCE) / 2
     low, high, upper = np.quantile(means, [tail, 1 - tail, CONFIDENCE])
     return Estimate(
@@ -78,23 +80,33 @@ def _by_group(
     return np.bincount(numbers, weights=values, minlength=count).astype(np.float64)
 
 
+@lru_cache(maxsize=2)
+def _drawn(count: int, seed: int, resamples: int) -> npt.NDArray[np.uint16]:
+    """How often each of `count` groups is in each draw of as many: [resamples, count].
+
+    Every figure of the same prompts takes the same draws.
+    """
+    generator = np.random.default_rng(seed)
+    chances = np.full(count, 1 / count)
+    drawn = np.empty((resamples, count), dtype=np.uint16)
+    for start in range(0, resamples, _AT_ONCE):
+        rows = min(_AT_ONCE, resamples - start)
+        drawn[start : start + rows] = generator.multinomial(count, chances, size=rows)
+    return drawn
+
+
 def _resampled(
     sums: npt.NDArray[np.float64],
     sizes: npt.NDArray[np.float64],
-    generator: np.random.Generator,
-    resamples: int,
+    drawn: npt.NDArray[np.uint16],
 ) -> npt.NDArray[np.float64]:
-    """Means of `resamples` draws of as many groups as there are, some at a time."""
-    count = len(sums)
-    at_once = max(1, 4_000_000 // count)
+    """The mean in each draw, some draws at a time."""
     parts = []
-    for start in range(0, resamples, at_once):
-        drawn = generator.multinomial(
-            count, np.full(count, 1 / count), size=min(at_once, resamples - start)
-        ).astype(np.float64)
-        totals = drawn @ sizes
+    for start in range(0, len(drawn), _AT_ONCE):
+        times = drawn[start : start + _AT_ONCE].astype(np.float64)
+        totals = times @ sizes
         # A draw of nothing but prompts without any place tells nothing.
-        parts.append((drawn @ sums)[totals > 0] / totals[totals > 0])
+        parts.append((times @ sums)[totals > 0] / totals[totals > 0])
     return np.concatenate(parts)
 
 

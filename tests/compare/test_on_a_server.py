@@ -1,0 +1,97 @@
+"""``kvcompress compare`` on the real server that it starts for a folder, and asked by hand."""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+
+import httpx
+import pytest
+
+from checkpoints import english, talking
+from vllm_kvcompress.compare import server
+from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.compare.measures import distance
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+FLAGS = [
+    *("--enforce-eager", "--max-model-len", "2048", "--dtype", "float32"),
+    *("--num-gpu-blocks-override", "65", "--kv-min-prompt", "256", "--served-model-name", "it"),
+]
+BUDGETS = (0.5, 0.2)
+
+
+@pytest.fixture(scope="module")
+def url(demo_model, tmp_path_factory):
+    model = Path(talking(tmp_path_factory.mktemp("model"), demo_model))
+    log = tmp_path_factory.mktemp("server") / "log"
+    cells = [Cell(method="snapkv", budget=budget) for budget in BUDGETS]
+    with server.start(model, FLAGS, cells, log) as url:
+        yield url
+
+
+def by_hand(url, prompt, xargs):
+    """Tokens, likely tokens and usage of one answer, not streamed."""
+    body = {
+        "model": "it", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12,
+        "temperature": 0, "logprobs": True, "top_logprobs": 20, "vllm_xargs": xargs,
+        "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
+    return answer["choices"][0]["logprobs"]["content"], answer["usage"]
+
+
+def first(place):
+    return max(place["top_logprobs"], key=lambda likely: likely["logprob"])["token"]
+
+
+def test_it_reports_what_the_server_answers(url, compare, tmp_path):
+    text = english()
+    prompts = [text[at : at + 1800] for at in (0, 40_000, 80_000)] + ["A short one."]
+    lines = [json.dumps({"prompt": p, "max_tokens": 12}) for p in prompts]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    done = compare(
+        *("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--json"),
+        *("--budgets", ",".join(map(str, BUDGETS))),
+    )
+    assert done.status == 1, done.err
+    found = json.loads(done.out)
+    assert found["complete"]
+    assert "It takes 149." in found["recommendation"]["sentence"]
+    full = [by_hand(url, prompt, {"kv_compress": "off"})[0] for prompt in prompts[:3]]
+    for budget, cell in zip(BUDGETS, found["cells"], strict=True):
+        other = [
+            by_hand(url, prompt, {"kv_compress": "snapkv", "kv_budget": budget})
+            for prompt in prompts[:3]
+        ]
+        assert (cell["asked"], cell["compressed"]) == (4, 3)
+        told = [usage["prompt_tokens_details"]["kv_compress"] for _, usage in other]
+        kept = sum(t["kept_tokens"] for t in told) / sum(t["prompt_tokens"] for t in told)
+        assert cell["kept"] == pytest.approx(kept)
+        similar, same, places, top = [], [], 0, 0
+        for whole, (places_of, _) in zip(full, other, strict=True):
+            a, b = ([p["token"] for p in side] for side in (whole, places_of))
+            similar.append(1 - distance(a, b) / max(len(a), len(b)))
+            same.append(a == b)
+            parts = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 11)
+            for p, q in list(zip(whole, places_of, strict=False))[1 : parts + 1]:
+                places, top = places + 1, top + (first(p) == first(q))
+        assert cell["similarity"]["mean"] == pytest.approx(fmean(similar))
+        assert cell["exact"]["mean"] == fmean(same)
+        assert cell["places"] == places
+        assert cell["same_first"]["mean"] == pytest.approx(top / places)
+        assert math.isfinite(cell["kl"]["mean"])
+        assert cell["kl"]["mean"] > 0
+        assert min(v for v in cell["times"].values()) > 0
+    assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+
+
+def test_a_budget_that_the_server_refuses(url, compare, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n')
+    done = compare(
+        *("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.1")
+    )
+    assert done.status == 2
+    assert "the server refuses snapkv 0.1: kv_budget must be between 0.2 and 0.5" in done.err
+    assert "--kv-budget-bounds" in done.err
