@@ -1,6 +1,7 @@
 """``kvcompress compare`` on a server that only says what a test wants: what it finds."""
 
 import json
+import sys
 
 import pytest
 
@@ -141,6 +142,16 @@ def test_a_request_that_is_refused_is_in_no_figure(asked, fake, tmp_path):
     assert "secret" not in done.out
     assert cells(report(tmp_path))["cake", 0.2]["asked"] == 9
     assert not report(tmp_path)["complete"]
+
+
+def test_without_matplotlib_the_rest_is_there(asked, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    done = asked("--methods", "snapkv", "--budgets", "0.2")
+    assert done.status == 1
+    assert "no picture: it needs matplotlib; run pip install matplotlib" in done.err
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("report.json", "report.md", "journal.jsonl", "run.json")
+    }
 
 
 def test_built_in_tasks(compare, fake, tmp_path):

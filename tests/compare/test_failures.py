@@ -1,10 +1,12 @@
 """What ``kvcompress compare`` says where it cannot go on: a sentence, and what was done is kept."""
 
 import json
+import sys
 
 import pytest
 
 from fake_vllm import write_prompts
+from vllm_kvcompress.demo import server
 
 CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
 
@@ -150,10 +152,6 @@ def test_an_answer_that_is_no_stream(asked, fake, monkeypatch):
 
 
 def test_a_server_of_our_own_that_does_not_start(compare, tmp_path, monkeypatch):
-    import sys
-
-    from vllm_kvcompress.demo import server
-
     flags = []
 
     def command(model, port, arguments):

@@ -120,8 +120,9 @@ def recommend(summaries: Sequence[Summary], *, by: By, max_drop: float) -> Recom
         return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
     most = max(s.loss.independent for s in judged if s.loss)
     if unseen(most) > max_drop:
+        noun = "prompt" if most == 1 else "prompts"
         sentence = (
-            f"No recommendation: {most} independent prompts can show no drop of {max_drop:g} or"
+            f"No recommendation: {most} independent {noun} can show no drop of {max_drop:g} or"
             f" less at 95 % confidence, however they are answered. It takes {needed(max_drop)}."
         )
     else:
