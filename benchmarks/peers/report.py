@@ -50,7 +50,7 @@ def paired(lines: Sequence[Mapping[str, Any]]) -> Pairs:
     out: Pairs = defaultdict(dict)
     for line in lines:
         out[line["side"], line["method"]][line["budget"]] = dict(line)
-    return out
+    return dict(out)
 
 
 def better(pairs: Pairs, key: tuple[str, str], budgets: Sequence[float]) -> str:
@@ -61,7 +61,9 @@ def better(pairs: Pairs, key: tuple[str, str], budgets: Sequence[float]) -> str:
         for budget in budgets:
             line = pairs[key].get(budget)
             ours = [
-                made[budget] for (side, _), made in pairs.items() if side == OURS and budget in made
+                made[budget]
+                for (side, method), made in pairs.items()
+                if side == OURS and method != FULL and budget in made
             ]
             if line is None or line[name] is None or not ours:
                 continue
@@ -105,9 +107,12 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     for side, title in ((KVPRESS, "kvpress: "), (OURS, "ours: ")):
         for (owner, method), made in pairs.items():
-            if owner != side or method == FULL:
+            if owner != side:
                 continue
-            won = better(pairs, (owner, method), budgets) if side == KVPRESS else ""
+            if method == FULL:  # measured once
+                made = dict.fromkeys(budgets, next(iter(made.values())))
+            beside = side == KVPRESS and method != FULL
+            won = better(pairs, (owner, method), budgets) if beside else ""
             parts.append(_row([f"{title}{method}", *_cells(made, budgets), won]))
     parts += ["", *_notes(pairs), "", *_agreement(results["agreement"])]
     parts += ["", *_vllm(pairs)]
@@ -178,44 +183,51 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def picture(results: Mapping[str, Any], path: Path) -> None:
-    """Needles and KL over the share that is kept: kvpress dashed, ours solid."""
+    """A line for each method, kvpress's orange and ours blue: needles, and KL, at each budget.
+
+    Ordered by the KL at the smallest budget, the best on top.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 6.5))
-    styles = {KVPRESS: ("--", "Oranges", "x"), OURS: ("-", "Blues", "o")}
-    pairs = {k: made for k, made in paired(results["pairs"]).items() if k[1] != FULL}
-    for side, (line, colours, marker) in styles.items():
-        own = [(method, made) for (owner, method), made in pairs.items() if owner == side]
-        for index, (method, made) in enumerate(own):
-            colour = pyplot.get_cmap(colours)(0.35 + 0.6 * index / max(len(own) - 1, 1))
-            for axis, name in zip(axes, ("needles_answered", "kl"), strict=True):
-                points = [(b, _value(x, name)) for b, x in sorted(made.items())]
-                points = [(b, value) for b, value in points if value is not None]
-                if points:
-                    axis.plot(
-                        *zip(*points, strict=True),
-                        line,
-                        color=colour,
-                        marker=marker,
-                        ms=4,
-                        label=f"{side}: {method}",
-                    )
-    for axis, title in zip(axes, ("needles answered, %", "KL, nats per token"), strict=True):
-        axis.set_title(title)
-        axis.set_xlabel("share of the prompt that is kept")
+    budgets: list[float] = results["budgets"]
+    pairs = paired(results["pairs"])
+    own = [key for key in pairs if key[0] in (KVPRESS, OURS) and key[1] != FULL]
+    own.sort(key=lambda key: _value(pairs[key], budgets[-1], "kl") or float("inf"), reverse=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.2 + 0.28 * len(own)), sharey=True)
+    colours = {KVPRESS: "tab:orange", OURS: "tab:blue"}
+    for axis, name in zip(axes, ("needles_answered", "kl"), strict=True):
+        for size, budget in enumerate(budgets):
+            points = [(y, key[0], _value(pairs[key], budget, name)) for y, key in enumerate(own)]
+            for side, colour in colours.items():
+                here = [(x, y) for y, owner, x in points if owner == side and x is not None]
+                axis.scatter(
+                    [x for x, _ in here],
+                    [y for _, y in here],
+                    s=90 - 30 * size,
+                    color=colour,
+                    alpha=(0.25, 0.55, 1.0)[max(3 - len(budgets), 0) + min(size, 2)],
+                    label=f"{side}, {budget:g} kept",
+                )
         axis.grid(alpha=0.3)
-    axes[1].set_yscale("log")
+    axes[0].set_yticks(range(len(own)), [f"{side}: {method}" for side, method in own])
+    axes[0].set_xlabel("needles answered, %")
+    axes[1].set_xlabel("KL from the full cache, nats per token")
+    axes[1].set_xscale("log")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.05 + 0.03 * -(-len(labels) // 4), 1, 1))
-    figure.savefig(path, dpi=110)
+    figure.legend(handles, labels, loc="upper center", ncols=len(budgets), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.7 / figure.get_figheight()))
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
-def _value(line: Mapping[str, Any], name: str) -> float | None:
+def _value(made: Mapping[float, Mapping[str, Any]], budget: float, name: str) -> float | None:
+    """What is drawn: per cent of needles, or nats; None where it was not measured."""
+    line = made.get(budget)
+    if line is None:
+        return None
     if name == "kl":
         return float(line["kl"]) if line["kl"] else None
     return 100 * line["needles_answered"] / line["needles"] if line["needles"] else None
