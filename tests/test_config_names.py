@@ -8,6 +8,7 @@ from hypothesis import settings
 from settings_as_written import parse, refused
 from vllm_kvcompress.config import MAX_WINDOW, CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.policies.scorers import SCORERS
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
@@ -139,6 +140,19 @@ def test_an_alias_is_written_in_three_ways():
         assert type(parse(alias=way).alias[1].budget) is int
     assert parse(alias="one=cake:1024").alias[0].budget == 1024
     assert parse().alias == parse(alias=[]).alias == ()
+
+
+def test_a_methods_name_may_have_a_hyphen():
+    """Wherever it is read from a text: lists, aliases, what requests ask for."""
+    given = {"allow_override": " off, cake-chunk ,layer-defensivekv", "alias": "a-b=cake-chunk:0.3"}
+    config = parse("snapkv", **given)
+    assert config.allow_override == ("off", "cake-chunk", "layer-defensivekv")
+    assert [(x.name, x.method, x.budget) for x in config.alias] == [("a-b", "cake-chunk", 0.3)]
+    assert CompressionConfig.parse(config.to_additional_config()) == config
+    asked = settings_for(config, {"kv_compress": "layer-defensivekv", "kv_budget": 0.5})
+    assert (asked.compress, asked.budget) == ("layer-defensivekv", 0.5)
+    assert settings_for(config, {"kv_alias": "a-b"}).compress == "cake-chunk"
+    refused("did you mean 'cake-chunk'?", raw={"compress": "cake_chunk"})
 
 
 @pytest.mark.parametrize(

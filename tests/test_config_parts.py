@@ -9,6 +9,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.policies.allocators.cake import Cake
 from vllm_kvcompress.policies.allocators.d2o import D2O
 from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.policies.allocators.highest import Global
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.presets import METHODS, PRESETS, Preset
@@ -36,6 +37,9 @@ from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
         ("chunkkv", Uniform(), SnapKV(kernel=1), 32),
         ("caote", Uniform(), Caote(base="snapkv", reduce="mean"), 32),
         ("fastcaote", Uniform(), FastCaote(base="snapkv", reduce="mean"), 32),
+        ("defensivekv", Uniform(), SnapKV(aggregate="defensive", value_norm=True), 32),
+        ("layer-defensivekv", Global(), SnapKV(aggregate="defensive", value_norm=True), 32),
+        ("cake-chunk", Cake(), SnapKV(aggregate="max", pooling="max", kernel=7), 32),
         ("random", Uniform(), Random(seed=0), 32),
     ],
 )
@@ -45,7 +49,8 @@ def test_presets(name, allocator, scorer, window):
     assert config.enabled
     assert config.build_allocator() == allocator
     assert config.build_scorer() == scorer
-    selectors = {"chunkkv": Chunks(size=10, shared=True, reuse=1), "d2o": HeavyRecent(sinks=4)}
+    chunks = Chunks(size=10, shared=True, reuse=1)
+    selectors = {"chunkkv": chunks, "cake-chunk": chunks, "d2o": HeavyRecent(sinks=4)}
     assert config.build_selector() == selectors.get(name, TopK())
     assert config.parts.merge == (name == "d2o")
     assert config.resolved_window == window

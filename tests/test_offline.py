@@ -17,6 +17,7 @@ from vllm_kvcompress.policies.presets import PRESETS
 
 prop = settings(derandomize=True, deadline=None, max_examples=40)
 
+CHUNKS = ("chunkkv", "cake-chunk")
 WINDOWS = {"tova": 1, "streamingllm": 0, "dynamickv": 8, "d2o": 0}
 SHAPES = {  # layers, Hq, Hkv, S, d, sink
     "mha": (3, 2, 2, 90, 8, 0.0),
@@ -43,6 +44,10 @@ def scores_of(preset, q, k, v, w):
         return ref.snapkv(q, k, v, w)
     if preset == "chunkkv":
         return ref.snapkv(q, k, v, w, kernel=1)
+    if preset == "cake-chunk":
+        return ref.snapkv(q, k, v, w, aggregate="max")
+    if preset in ("defensivekv", "layer-defensivekv"):
+        return ref.snapkv(q, k, v, w, aggregate="defensive", value_norm=True)
     if preset in ("h2o", "d2o"):
         return ref.h2o(q, k, v, w)
     if preset in ("caote", "fastcaote"):
@@ -57,10 +62,12 @@ def budgets_of(preset, layers, scores, base, ratio, w):
     past = tokens - w
     if preset == "pyramidkv":
         return ref.pyramid_budgets(len(layers), base, past)
-    if preset == "cake":
+    if preset in ("cake", "cake-chunk"):
         return ref.cake_budgets([ref.cake_stats(q, k, w) for q, k, _ in layers], base, past)
     if preset == "dynamickv":
         return ref.dynamickv_budgets([s.astype(np.float32) for s in scores], base, past)
+    if preset == "layer-defensivekv":
+        return ref.global_budgets([s.astype(np.float32) for s in scores], base, past)
     if preset == "d2o":
         sums = [ref.column_sums(q, k) for q, k, _ in layers]
         return ref.d2o_budgets(sums, round(ratio * tokens * len(layers)), tokens)
@@ -75,14 +82,14 @@ def check_layer(preset, got, layer, score, past, w):
         assert kept == sorted(set(kept))
         assert len(kept) == past + w
         row = score[head]
-        if preset == "chunkkv":
+        if preset in CHUNKS:
             want = ref.chunks(score.sum(0), past, 10)
         elif preset == "d2o":
             want = ref.heavy_recent(row, past)
         else:
             want = ref.best(row, past)
         want = [*want, *range(tokens - w, tokens)]
-        if kept != want and preset != "chunkkv":
+        if kept != want and preset not in CHUNKS:
             low = min(row[j] for j in want if j < len(row) and not math.isinf(row[j]))
             for j in set(kept) ^ set(want):
                 assert row[j] == pytest.approx(low, rel=1e-4), (layer, head, j)

@@ -35,6 +35,8 @@ class Preset:
     merge: Merge = False
 
 
+_DEFENSIVE: Params = (("aggregate", "defensive"), ("value_norm", True))
+
 PRESETS: Mapping[str, Preset] = {
     "snapkv": Preset(allocator="uniform", scorer="snapkv", window=32),
     "pyramidkv": Preset(allocator="pyramid", scorer="snapkv", window=32),
@@ -53,6 +55,20 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "caote": Preset(allocator="uniform", scorer="caote", window=32),
     "fastcaote": Preset(allocator="uniform", scorer="fastcaote", window=32),
+    "defensivekv": Preset(
+        allocator="uniform", scorer="snapkv", window=32, scorer_params=_DEFENSIVE
+    ),
+    "layer-defensivekv": Preset(
+        allocator="global", scorer="snapkv", window=32, scorer_params=_DEFENSIVE
+    ),
+    "cake-chunk": Preset(
+        allocator="cake",
+        scorer="snapkv",
+        window=32,
+        selector="chunks",
+        scorer_params=(("aggregate", "max"),),
+        selector_params=(("size", 10),),
+    ),
     "random": Preset(allocator="uniform", scorer="random", window=32),
 }
 
