@@ -17,6 +17,8 @@ from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.cake import CakeIndicator
 from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
 from vllm_kvcompress.policies.scorers.chance import Random
+from vllm_kvcompress.policies.scorers.keydiff import KeyDiff
+from vllm_kvcompress.policies.scorers.lagkv import LagKV
 from vllm_kvcompress.policies.scorers.position import StreamingLLM
 from vllm_kvcompress.policies.scorers.tova import Tova
 from vllm_kvcompress.policies.scorers.window import SnapKV
@@ -39,6 +41,8 @@ from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
         ("fastcaote", Uniform(), FastCaote(base="snapkv", reduce="mean"), 32),
         ("defensivekv", Uniform(), SnapKV(aggregate="defensive", value_norm=True), 32),
         ("layer-defensivekv", Global(), SnapKV(aggregate="defensive", value_norm=True), 32),
+        ("keydiff", Uniform(), KeyDiff(), 32),
+        ("lagkv", Uniform(), LagKV(sinks=4, lag=128), 32),
         ("cake-chunk", Cake(), SnapKV(aggregate="max", pooling="max", kernel=7), 32),
         ("random", Uniform(), Random(seed=0), 32),
     ],
@@ -103,6 +107,9 @@ def test_caotes_window_is_its_bases(base, window):
         ({"compress": "dynamickv", "scorer": "streamingllm"}, ("ranks by position", "'uniform'")),
         ({"compress": "dynamickv", "scorer": "random"}, ("ranks at random", "'uniform'")),
         ({"compress": "random", "allocator": "global"}, ("'global'", "at random", "'uniform'")),
+        ({"compress": "lagkv", "allocator": "global"}, ("within partitions", "'uniform'")),
+        ({"compress": "dynamickv", "scorer": "lagkv"}, ("'dynamickv'", "within partitions")),
+        ({"compress": "keydiff", "allocator": "global"}, ("below 0", "or allocator 'dynamickv'")),
         ({"allocator": "global", "scorer": "streamingllm"}, ("'global'", "ranks by position")),
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
@@ -134,6 +141,15 @@ def test_merging_is_no_yes_or_values_alone(preset):
 )
 def test_other_ways_to_merge_are_refused(value):
     refused('merge must be true, "values" to fold', "or false", repr(value), merge=value)
+
+
+def test_scorers_that_read_no_query_go_with_what_reads_its_own():
+    """CAKE looks at the window itself, and cosines are of one scale in all layers."""
+    for scorer in ("keydiff", "lagkv"):
+        assert parse("cake", scorer=scorer).resolved_window == 32
+        assert parse(scorer, window=0).resolved_window == 0
+        assert parse(scorer, selector="chunks").build_selector() == Chunks()
+    assert parse("keydiff", allocator="dynamickv").build_allocator() == DynamicKV()
 
 
 def test_lists_become_parameters():

@@ -52,9 +52,7 @@ def scores_of(preset, q, k, v, w):
         return ref.h2o(q, k, v, w)
     if preset in ("caote", "fastcaote"):
         return ref.caote(q, k, v, w, fast=preset == "fastcaote")
-    return {"cake": ref.cake, "tova": ref.tova, "streamingllm": ref.streamingllm}[preset](
-        q, k, v, w
-    )
+    return getattr(ref, preset)(q, k, v, w)
 
 
 def budgets_of(preset, layers, scores, base, ratio, w):

@@ -99,7 +99,6 @@ if not V2:
 # Here not all layers that are scored together are read: layer 0 ranks for 1 and 2.
 KEEPING["chunkkv, rankings reused"] = {"selector_params": {"reuse": 3}}
 KEEPING["d2o, values merged alone"] = {"merge": "values"}
-KEEPING["custom, keys alone are read"] = {"scorer": "keydiff"}
 KEEPING["custom, keys and values are read"] = {"scorer": "lagkv", "scorer_params": {"lag": 50}}
 
 

@@ -61,6 +61,8 @@ PRESETS: Mapping[str, Preset] = {
     "layer-defensivekv": Preset(
         allocator="global", scorer="snapkv", window=32, scorer_params=_DEFENSIVE
     ),
+    "keydiff": Preset(allocator="uniform", scorer="keydiff", window=32),
+    "lagkv": Preset(allocator="uniform", scorer="lagkv", window=32),
     "cake-chunk": Preset(
         allocator="cake",
         scorer="snapkv",
@@ -75,7 +77,11 @@ PRESETS: Mapping[str, Preset] = {
 CUSTOM = "custom"
 METHODS = ("off", *PRESETS, CUSTOM)
 CAOTES = frozenset({"caote", "fastcaote"})
-_ALIKE_IN_EVERY_LAYER = {"streamingllm": "ranks by position", "random": "ranks at random"}
+_ALIKE_IN_EVERY_LAYER = {
+    "streamingllm": "ranks by position",
+    "random": "ranks at random",
+    "lagkv": "ranks within partitions",
+}
 """Scorers that cannot tell one layer from another, and why."""
 
 
@@ -100,6 +106,13 @@ def refuse_nonsense(names: Preset) -> None:
             f"allocator {names.allocator!r} compares scores between layers, but scorer"
             f" {names.scorer!r} {_ALIKE_IN_EVERY_LAYER[names.scorer]}; choose a scorer that reads"
             " attention, or allocator 'uniform'"
+        )
+    if (names.allocator, names.scorer) == ("global", "keydiff"):
+        # Cosines are of one scale in all layers, so that dynamickv may compare them as they are.
+        raise ConfigError(
+            "allocator 'global' divides scores by their sum, but scorer 'keydiff' has scores below"
+            " 0, which have no shares; choose a scorer that reads attention, or allocator"
+            " 'dynamickv'"
         )
     if names.selector != "topk" and names.scorer == "streamingllm":
         raise ConfigError(
