@@ -113,6 +113,7 @@ def test_caotes_window_is_its_bases(base, window):
         ({"allocator": "global", "scorer": "streamingllm"}, ("'global'", "ranks by position")),
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
+        ({"compress": "chunkkv", "scorer": "lagkv"}, ("within partitions", "'topk'")),
         ({"compress": "tova", "window": 0}, ("reads the attention of a window",)),
         ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
         ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),

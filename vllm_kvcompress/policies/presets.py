@@ -114,8 +114,9 @@ def refuse_nonsense(names: Preset) -> None:
             " 0, which have no shares; choose a scorer that reads attention, or allocator"
             " 'dynamickv'"
         )
-    if names.selector != "topk" and names.scorer == "streamingllm":
+    if names.selector != "topk" and names.scorer in {"streamingllm", "lagkv"}:
+        # LagKV's last partition scores its position, beside which no mean of ranks counts.
         raise ConfigError(
-            f"selector {names.selector!r} ranks by attention, but scorer 'streamingllm' ranks by"
-            " position; choose another scorer, or selector 'topk'"
+            f"selector {names.selector!r} ranks by attention, but scorer {names.scorer!r}"
+            f" {_ALIKE_IN_EVERY_LAYER[names.scorer]}; choose another scorer, or selector 'topk'"
         )
