@@ -149,7 +149,7 @@ def test_scorers_that_read_no_query_go_with_what_reads_its_own():
     for scorer in ("keydiff", "lagkv"):
         assert parse("cake", scorer=scorer).resolved_window == 32
         assert parse(scorer, window=0).resolved_window == 0
-        assert parse(scorer, selector="chunks").build_selector() == Chunks()
+    assert parse("keydiff", selector="chunks").build_selector() == Chunks()
     assert parse("keydiff", allocator="dynamickv").build_allocator() == DynamicKV()
 
 
