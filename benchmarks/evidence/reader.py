@@ -158,6 +158,23 @@ def _attention(
 AttentionInterface.register("kept_in_reach", _attention)
 
 
+def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The prompt's tokens; a last message of the assistant is gone on with.
+
+    Where that is the only one, it is plain text.
+    """
+    if len(messages) == 1 and messages[0]["role"] == "assistant":
+        plain: list[int] = tokenizer.encode(messages[0]["content"])
+        return plain
+    begun = messages[-1]["role"] == "assistant"
+    text: str = tokenizer.apply_chat_template(
+        list(messages[:-1] if begun else messages), tokenize=False, add_generation_prompt=True
+    )
+    text += messages[-1]["content"] if begun else ""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
 class Reader:
     """A model in float32, and its tokenizer.
 
@@ -183,21 +200,7 @@ class Reader:
         return AutoTokenizer.from_pretrained(self._folder)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The prompt's tokens; a last message of the assistant is gone on with.
-
-        Where that is the only one, it is plain text.
-        """
-        if len(messages) == 1 and messages[0]["role"] == "assistant":
-            plain: list[int] = self.tokenizer.encode(messages[0]["content"])
-            return plain
-        begun = messages[-1]["role"] == "assistant"
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages[:-1] if begun else messages), tokenize=False, add_generation_prompt=True
-        )
-        ids: list[int] = self.tokenizer.encode(
-            text + (messages[-1]["content"] if begun else ""), add_special_tokens=False
-        )
-        return ids
+        return encode(self.tokenizer, messages)
 
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer.encode(text, add_special_tokens=False))

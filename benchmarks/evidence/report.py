@@ -49,15 +49,17 @@ def markdown(
         counts = answered(results)
         tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
         told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in tasks if task != TASK)
-        parts.append(f"The full cache answered, at least in part: {told}.\n")
+        if told:
+            parts.append(f"The full cache answered, at least in part: {told}.\n")
         everywhere = [cell for cell in here if cell.task == ALL]
-        presets = [c for c in everywhere if c.method not in VARIANTS or c.method == RECOMMENDED]
-        parts.append(_table(presets))
+        presets = [c for c in everywhere if c.method not in _only_variants()]
+        if presets:
+            parts.append(_table(presets))
         variants = [cell for cell in everywhere if cell.method in VARIANTS]
         if len({cell.method for cell in variants}) > 1:
             parts.append("One part of the recommended preset exchanged, on the same prompts:\n")
             parts.append(_table(_on_the_same_prompts(results, place)))
-        if len(tasks) > 1:
+        if len(tasks) > 1 or not everywhere:
             for task in tasks:
                 parts.append(f"`{task}`:\n")
                 of_task = [c for c in here if c.task == task and c.method not in _only_variants()]
@@ -117,12 +119,15 @@ def _table(found: Sequence[Cell]) -> str:
             scores = [cell.kl.mean if cell and cell.kl else 0.0 for cell in cells_of]
         return scores[0], scores[1]
 
-    header = ["method", *(f"score, {b:g}" for b in budgets), *(f"KL, {b:g}" for b in budgets)]
+    asked = any(cell.score for cell in found)
+    header = ["method", *(f"score, {b:g}" for b in budgets if asked)]
+    header += [f"KL, {b:g}" for b in budgets]
     rows = []
     for method in sorted(methods, key=rank):
         named = f"**`{method}`**" if method == RECOMMENDED else f"`{method}`"
         of = [by.get((method, budget)) for budget in budgets]
-        rows.append([named, *(_score(cell) for cell in of), *(_kl(cell) for cell in of)])
+        scores = [_score(cell) for cell in of if asked]
+        rows.append([named, *scores, *(_kl(cell) for cell in of)])
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.evidence.texts import passage
 from benchmarks.gpu.engine_process import NEVER, EngineProcess, TokenIds, both
 from benchmarks.gpu.models import DRY as DRY_MODEL
 from benchmarks.gpu.report import Report
-from benchmarks.needles import passage
 
 Answer = dict[str, Any]  # of `Engine.answer`
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def run(report: Report, device: torch.device) -> None:
 def english(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[TokenIds]:
     """Stretches of CPython's manual of these lengths."""
     rng = random.Random(seed)
-    texts = [passage(tokenizer, length, rng)[0] for length in lengths]
+    texts = [passage(length, rng, lambda text: len(tokenizer.encode(text))) for length in lengths]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

@@ -84,7 +84,7 @@ def stage(args: argparse.Namespace, name: str) -> None:
     if module == "ours":
         words += ["--needles", str(args.needles), "--texts", str(args.texts)]
         words += ["--seed", str(args.seed), *(["--prompts-only"] if name == "prompts" else [])]
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+    paths = [str(ROOT), str(ROOT / "kernels")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run([str(python), "-m", *words], env=environment, check=False)
     if run.returncode:

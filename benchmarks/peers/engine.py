@@ -1,6 +1,6 @@
 """vLLM's own answer to the same wish, on the same prompts: an fp8 KV cache, and our engine's speed.
 
-    PYTHONPATH=.:kernels:benchmarks python -m benchmarks.peers.engine --model DIR --run DIR
+    PYTHONPATH=.:kernels python -m benchmarks.peers.engine --model DIR --run DIR
 
 An fp8 cache takes half of a 16-bit one, so it stands beside our methods at a budget of 0.5. vLLM's
 CPU build reads one where the processor has AVX-512 or AMX, with scales of 1 as no checkpoint brings
@@ -28,8 +28,9 @@ SPEED_TOKENS = 48
 
 def engine(model: Path, cache: str, settings: Mapping[str, Any] | None, tape: Any) -> Any:
     """A float32 vLLM engine in this process; `tape` is filled with the logits of `record`."""
-    from quality import recorder
     from vllm import LLM
+
+    from benchmarks.peers.recorder import recorder
 
     return LLM(
         str(model),
@@ -89,7 +90,7 @@ def rows(tape: Any, name: str) -> torch.Tensor:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the full cache, fp8, and a decode step of ours at each budget, an engine each."""
-    from quality import divergence
+    from benchmarks.evidence.answers import divergence
 
     prompts = exchange.read(args.run / "prompts.jsonl", Prompt)
     texts = [prompt for prompt in prompts if prompt.kind == exchange.TEXT]
@@ -112,7 +113,10 @@ def run(args: argparse.Namespace) -> None:
         said = answer(llm, prompts, tape)
         if name == exchange.FULL:
             full = {prompt.name: rows(tape, prompt.name) for prompt in texts}
-        kl = {p.name: divergence(full[p.name], rows(tape, p.name))[1:].tolist() for p in texts}
+        kl = {
+            p.name: divergence(full[p.name].double(), rows(tape, p.name).double())[1:].tolist()
+            for p in texts
+        }
         step = decode_step(llm, longest.ids)
         for prompt in prompts:
             tokens = len(prompt.ids)

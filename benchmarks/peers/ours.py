@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import rotate_half
 
-from benchmarks.needles import PHRASINGS, Slot, needle, plain_prompt
+from benchmarks.evidence.reader import encode
+from benchmarks.evidence.texts import text_items
 from benchmarks.peers import counts, exchange
 from benchmarks.peers.decoding import (
     ANSWER,
@@ -32,11 +33,12 @@ from benchmarks.peers.decoding import (
     prefill,
     stop_tokens,
 )
+from vllm_kvcompress.compare.tasks import build_items
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.policies.presets import PRESETS
 
 SHORTEST, LONGEST = 1000, 2000  # tokens of a prompt
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+TASK = "niah-multikey-1"
 ATTEMPTS = 6  # prompts to try for a needle until the full cache answers one
 # No press stands beside them, and on a CPU their column sums take longer than all the others.
 LEFT_OUT = ("h2o", "d2o")
@@ -91,29 +93,43 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
         RuntimeError: the full cache answers none of a needle's attempts.
     """
     ends, made, logits = stop_tokens(model), [], {}
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
     for index, tokens in enumerate(lengths(args.needles)):
-        slot = Slot(index=index, depth=DEPTHS[index * 2 % len(DEPTHS)], tokens=tokens)
-        for _ in range(ATTEMPTS):
-            asked = needle(tokenizer, slot, PHRASINGS["chat"], args.seed)
-            full = prefill(model, asked.ids)
-            out = decode(model, cached(full.layers), full.logits, len(asked.ids), ANSWER, ends)
-            if asked.answered_by(tokenizer.decode(out.said)):
+        tries = build_items(
+            [TASK],
+            count=ATTEMPTS,
+            tokens=tokens,
+            seed=args.seed + 1000 * index,
+            question="last",
+            count_tokens=count,
+            questions_per_text=1,
+        )
+        for asked in tries:
+            ids = encode(tokenizer, asked.messages)
+            full = prefill(model, ids)
+            out = decode(model, cached(full.layers), full.logits, len(ids), ANSWER, ends)
+            if asked.answers[0] in tokenizer.decode(out.said):
                 break
-            slot = slot.next()
         else:
             raise RuntimeError(f"the full cache answers none of {ATTEMPTS} needles of {tokens}")
         made.append(
             exchange.Prompt(
                 name=f"needle{index}",
                 kind=exchange.NEEDLE,
-                ids=asked.ids,
+                ids=tuple(ids),
                 said=tuple(out.said),
-                answer=asked.secret,
+                answer=asked.answers[0],
             )
         )
-        print(f"needle {index}: {len(asked.ids)} tokens, attempt {slot.attempt}", flush=True)
+        print(f"needle {index}: {len(ids)} tokens", flush=True)
     for index, tokens in enumerate(lengths(args.texts)):
-        ids = plain_prompt(tokenizer, tokens, f"{args.seed}:text:{index}")
+        (text,) = text_items(
+            count=1, tokens=tokens, seed=args.seed + 1000 * index, count_tokens=count
+        )
+        ids = encode(tokenizer, text.messages)
         full = prefill(model, ids)
         out = decode(model, cached(full.layers), full.logits, len(ids), FORCED)
         name = f"text{index}"

@@ -266,7 +266,7 @@ def is_there(path: str) -> bool:
         ("deploy/overlays", "deploy/overlays"),
         ("pipeline.py", "pipeline.py"),
         ("/metrics", None),
-        ("python benchmarks/quality.py", None),
+        ("python benchmarks/bench_engine.py", None),
         (".cache/compat", None),
         ("config.json", None),
     ],

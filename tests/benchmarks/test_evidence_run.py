@@ -1,0 +1,85 @@
+"""A run of the benchmark that reads a prompt once: it goes on where it stopped, and its tables."""
+
+import json
+
+import pytest
+
+from benchmarks.evidence import __main__ as evidence
+from benchmarks.evidence import report
+from benchmarks.evidence.cells import read
+from benchmarks.evidence.texts import text_items
+from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
+from checkpoints import talking
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.policies.presets import PRESETS
+
+
+@pytest.fixture(scope="module")
+def model(demo_model, tmp_path_factory):
+    return talking(tmp_path_factory.mktemp("models"), demo_model)
+
+
+def run(model, out, *methods, count=2):
+    asked = ["--model", model, "--tasks", "texts", "--tokens", "200", "--count", str(count)]
+    asked += ["--methods", *methods, "--budgets", "0.5", "0.3", "--threads", "1", "--out", str(out)]
+    evidence.main(asked)
+    return [json.loads(line) for line in out.read_text().splitlines() if line.endswith("}")]
+
+
+def test_a_run_goes_on_where_it_stopped(model, tmp_path):
+    out = tmp_path / "results.jsonl"
+    first = run(model, out, "cake", count=1)
+    assert [(line["method"], line["budget"]) for line in first] == [
+        ("full", 1.0), ("cake", 0.3), ("cake", 0.5),
+    ]  # fmt: skip
+    with out.open("a") as file:
+        file.write('{"model": "cut o\n')
+    again = run(model, out, "cake", 'other={"scorer": "tova"}')
+    keys = [(line["item"], line["method"], line["budget"]) for line in again]
+    assert len(set(keys)) == len(keys) == 2 * (1 + 2 * 2)
+    assert again[: len(first)] == first
+    assert run(model, out, "cake", 'other={"scorer": "tova"}') == again
+
+
+def test_tables_and_picture_of_a_run(model, tmp_path):
+    out = tmp_path / "results.jsonl"
+    run(model, out, "snapkv", RECOMMENDED, "chunks of 5=" + VARIANTS["chunks of 5"])
+    report.main([str(out), "--out", str(tmp_path / "evidence")])
+    text = (tmp_path / "evidence.md").read_text()
+    assert f"**`{RECOMMENDED}`**" in text
+    assert "| `snapkv` |" in text
+    document = json.loads((tmp_path / "evidence.json").read_text())
+    found = {(cell["task"], cell["method"], cell["budget"]) for cell in document["cells"]}
+    assert ("texts", "snapkv", 0.3) in found
+    assert all(cell["score"] is None and cell["kl"]["prompts"] == 2 for cell in document["cells"])
+    assert (tmp_path / "evidence.png").read_bytes().startswith(b"\x89PNG")
+    assert len(read([out, out])) == len(read([out]))
+
+
+def test_texts_fill_their_length_and_follow_from_their_seed():
+    def count(text):
+        return len(text.split())
+
+    made = text_items(count=3, tokens=150, seed=5, count_tokens=count)
+    assert [count(item.messages[0]["content"]) for item in made] == [150] * 3
+    assert made == text_items(count=3, tokens=150, seed=5, count_tokens=count)
+    assert made != text_items(count=3, tokens=150, seed=6, count_tokens=count)
+
+
+def test_the_recommended_preset_is_the_one_whose_parts_are_exchanged():
+    parsed = {name: CompressionConfig.parse(json.loads(raw)) for name, raw in VARIANTS.items()}
+    ours = CompressionConfig.parse({"compress": RECOMMENDED})
+    base = parsed.pop(RECOMMENDED)
+    for part in ("build_allocator", "build_scorer", "build_selector"):
+        assert getattr(base, part)() == getattr(ours, part)()
+    assert base.resolved_window == ours.resolved_window
+    assert RECOMMENDED in PRESETS
+
+    def built(config):
+        parts = (config.build_allocator(), config.build_scorer(), config.build_selector())
+        return *parts, config.resolved_window
+
+    # each differs, in the one part or parameter that its name says
+    for name, other in parsed.items():
+        pairs = zip(built(base), built(other), strict=True)
+        assert sum(one != its for one, its in pairs) == 1, name
