@@ -45,9 +45,9 @@ def run_layers(
     if scale < 0:
         query, scale = -query, -scale
     model = w, group, dim, max(query.itemsize, key_pages.itemsize)
-    partials_shapes = _partials_shapes(*model)
+    partials_shapes = _partials_shapes(*model, pooled)
     sm = architecture(query.device)
-    columns_shapes = _columns_shapes(*model, sm, variance)
+    columns_shapes = _columns_shapes(*model, sm, variance, maximum and not pooled)
     layout = 0 if pages.shape[1] == 1 else block
     splits, lines = triton.cdiv(tokens, SPAN), heads * w
     strides = (*query.stride(), pages.stride(0), *key_pages.stride())
@@ -147,28 +147,34 @@ def _shapes(
     }
 
 
-def _partials_shapes(w: int, group: int, dim: int, itemsize: int) -> dict[str, int]:
+def _partials_shapes(w: int, group: int, dim: int, itemsize: int, pooled: bool) -> dict[str, int]:
     """64 rows are the fewest that Hopper's tensor cores take, with K straight from shared memory;
-    with fewer, K would pass through registers, and narrow loads where it is stored transposed."""
-    return _shapes(w, group, dim, itemsize, 64, 128)
+    with fewer, K would pass through registers, and narrow loads where it is stored transposed.
+    With what rows are pooled by, Hopper's would spill at 128 rows and D 256."""
+    shapes = _shapes(w, group, dim, itemsize, 64, 128)
+    many = pooled and shapes["HEADS"] * shapes["WINDOW"] == 128
+    return {**shapes, "num_warps": 8 if many else 4}
 
 
 def _columns_shapes(
-    w: int, group: int, dim: int, itemsize: int, sm: int, variance: bool
+    w: int, group: int, dim: int, itemsize: int, sm: int, variance: bool, maximum: bool
 ) -> dict[str, int]:
     """16 rows are the fewest of `tl.dot`. The most need 8 warps: several maps of a tile are alive.
     Blackwell's logits, which come from its tensor memory, would spill at 128 rows, and Ampere's
-    without the variance."""
+    without the variance, with 8 warps and the maximum even at 64."""
     max_rows = 64 if sm >= 100 or (sm < 90 and not variance) else 128
     shapes = _shapes(w, group, dim, itemsize, 16, max_rows)
     many = shapes["HEADS"] * shapes["WINDOW"] == max_rows
     many |= sm >= 100 and w == 1
+    many &= sm >= 90 or variance or not maximum
     return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
 
 
 def _pooled_shapes(w: int, group: int, dim: int, itemsize: int, sm: int) -> dict[str, int]:
-    """As `_columns_shapes`; Ampere's would spill at 128 rows here too."""
-    return _columns_shapes(w, group, dim, itemsize, sm, False)
+    """As `_columns_shapes`; Ampere's would spill at 128 rows here too, and with 8 warps at D 64,
+    as with 4 at all larger ones."""
+    shapes = _columns_shapes(w, group, dim, itemsize, sm, False, False)
+    return {**shapes, "num_warps": 4} if sm < 90 and dim <= 64 else shapes
 
 
 def builds(sm: int) -> list[Build]:
@@ -208,7 +214,6 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
     aligned = [*inputs, *(x for x in strides if x != "s_pages")]
     outputs = ("total_out", "recent_out", "last_out", "entropies")
     optional = {"variance_out", "shifts", "maximum_out"}
-    shapes = {spread: _columns_shapes(w, 4, dim, 2, sm, spread) for spread in (False, True)}
 
     def build(kernel: Any, part: str, pointers: Sequence[str], size: str, config: Any) -> Build:
         constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **config}
@@ -225,22 +230,26 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
 
     def partials(part: str, *pointers: str) -> Build:
         absent = dict.fromkeys({"past_sums", "pooled_sums"} - set(pointers))
-        config = {**_partials_shapes(w, 4, dim, 2), **absent}
+        config = {**_partials_shapes(w, 4, dim, 2, bool(pointers)), **absent}
         return build(partials_kernel, part, ("tops", "sums", *pointers), "splits", config)
 
     def columns(part: str, *pointers: str) -> Build:
-        config = {**shapes["variance_out" in pointers], **dict.fromkeys(optional - set(pointers))}
+        made = [name in pointers for name in ("variance_out", "maximum_out")]
+        absent = dict.fromkeys(optional - set(pointers))
+        config = {**_columns_shapes(w, 4, dim, 2, sm, *made), **absent}
         asked = ("row_tops", "log_sums", *outputs, *pointers)
         return build(columns_kernel, part, asked, "size", config)
 
     pooled = ("row_tops", "log_sums", "shares", "maximum_out")
-    return [
+    every = [
         partials("partials"),
         partials("partials pooled", "past_sums", "pooled_sums"),
         # Scorers ask for a maximum or not, CAKE for a variance beside it.
         columns("plain"),
         columns("maximum", "maximum_out"),
         columns("all", "variance_out", "shifts"),
-        columns("all maximum", "variance_out", "shifts", "maximum_out"),
         build(pooled_kernel, "pooled", pooled, "size", _pooled_shapes(w, 4, dim, 2, sm)),
     ]
+    if w > 1:  # of one row there is no variance
+        every.append(columns("all maximum", "variance_out", "shifts", "maximum_out"))
+    return every
