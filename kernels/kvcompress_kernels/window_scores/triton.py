@@ -75,6 +75,7 @@ def run_layers(
         *(tops, sums, lengths, past_sums, pooled_sums, row_tops, log_sums, shares),
         *(lines, splits),
         **LOG_SUM,
+        num_warps=_log_sum_warps(pooled),
     )
     tiles = triton.cdiv(group, columns_shapes["HEADS"])
     parts = kv_heads * tiles * splits
@@ -156,6 +157,11 @@ def _partials_shapes(w: int, group: int, dim: int, itemsize: int, pooled: bool) 
     return {**shapes, "num_warps": 8 if many else 4}
 
 
+def _log_sum_warps(pooled: bool) -> int:
+    """Three sums are joined where rows are pooled, and one elsewhere."""
+    return 8 if pooled else 4
+
+
 def _columns_shapes(
     w: int, group: int, dim: int, itemsize: int, sm: int, variance: bool, maximum: bool
 ) -> dict[str, int]:
@@ -171,10 +177,11 @@ def _columns_shapes(
 
 
 def _pooled_shapes(w: int, group: int, dim: int, itemsize: int, sm: int) -> dict[str, int]:
-    """As `_columns_shapes`; Ampere's would spill at 128 rows here too, and with 8 warps at D 64,
-    as with 4 at all larger ones."""
-    shapes = _columns_shapes(w, group, dim, itemsize, sm, False, False)
-    return {**shapes, "num_warps": 4} if sm < 90 and dim <= 64 else shapes
+    """Two maps of a tile are alive throughout: 64 rows, where 8 warps hold them without spills,
+    and on Ampere at D 64 only 4 do."""
+    shapes = _shapes(w, group, dim, itemsize, 16, 64)
+    many = shapes["HEADS"] * shapes["WINDOW"] == 64 and (sm >= 90 or dim > 64)
+    return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
 
 
 def builds(sm: int) -> list[Build]:
@@ -191,6 +198,7 @@ def builds(sm: int) -> list[Build]:
             kernel=log_sum_kernel,
             signature={**pointers, "lines": "i32", "splits": "i32"},
             constexprs={**dict.fromkeys(set(pooled) - set(pointers)), **LOG_SUM},
+            warps=_log_sum_warps("shares" in pointers),
             aligned=tuple(pointers),
             wide_loads=False,
         )
