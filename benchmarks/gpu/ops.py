@@ -153,14 +153,19 @@ def cosine_args(p: Prompt, layer: int) -> tuple[Any, ...]:
 
 
 def lag_op(name: str, sinks: int, lag: int) -> Op:
+    def fitting(tokens: int) -> int:
+        """`lag`, or less where a dry run's prompt would have no partition that another follows."""
+        return min(lag, (tokens - sinks) // 4)
+
     def launch(p: Prompt, layers: range) -> Outputs:
         what = p.keys, p.values, p.pages[layers[0]], p.shape.tokens
-        return [lag_scores(*what, sinks=sinks, lag=lag)]
+        return [lag_scores(*what, sinks=sinks, lag=fitting(p.shape.tokens))]
 
     def plain(p: Prompt, layers: range) -> Outputs:
-        parts = (p.shape.tokens - sinks) // lag - 1
+        size = fitting(p.shape.tokens)
+        parts = (p.shape.tokens - sinks) // size - 1
         what = p.keys, p.values, p.pages[layers[0]]
-        return [lag_scores_reference.run(*what, parts, sinks, lag)]
+        return [lag_scores_reference.run(*what, parts, sinks, size)]
 
     floor = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
     return Op(name=name, launch=launch, plain=plain, at_once=lambda shape: 1, **floor)
