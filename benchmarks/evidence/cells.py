@@ -1,6 +1,7 @@
 """From lines of results to figures with intervals."""
 
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,9 +50,13 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What a file of results has so far; a line that was cut off is none."""
+    """What a file of results has so far; a line that was cut off is none.
+
+    What is kept for good is packed, as ``.jsonl.xz``.
+    """
     if path.exists():
-        for line in path.read_text().splitlines():
+        raw = path.read_bytes()
+        for line in (lzma.decompress(raw) if path.suffix == ".xz" else raw).splitlines():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
