@@ -8,9 +8,8 @@ import again
 
 KERNELS = again.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
-FILES = [
-    f"tests/kernels/test_{name}.py" for name in (*OPS, "float8", "window_layers", "large_caches")
-]
+OF_SEVERAL = ("figures_of_tokens", "float8", "window_layers", "large_caches")
+FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *OF_SEVERAL)]
 
 
 @pytest.mark.slow
