@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from vllm_kvcompress.commands import compare_options as compared
 from vllm_kvcompress.errors import KVCompressError
 
 app = typer.Typer(
@@ -221,53 +222,24 @@ def doctor(
 def compare(
     context: typer.Context,
     url: Annotated[str | None, URL] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            metavar="FOLDER",
-            help="Start a server for this model, and end it; flags of vllm serve may follow --.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Your own, a line of JSON each."),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", metavar="NAMES", help="Built-in ones, commas between them."),
-    ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a task's prompt, at most.")] = 4096,
-    count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 150,
-    question: Annotated[str, typer.Option(help="Of a task: last or first in its prompt.")] = "last",
-    seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,
-    methods: Annotated[
-        str, typer.Option(metavar="NAMES", help="To compare, commas between them.")
-    ] = "cake,snapkv",
-    budgets: Annotated[
-        str, typer.Option(metavar="BUDGETS", help="To compare, commas between them.")
-    ] = "0.5,0.2,0.1",
-    max_drop: Annotated[
-        float, typer.Option(help="Loss that you accept, in (0, 1), with 95 % confidence.")
-    ] = 0.02,
-    by: Annotated[
-        str | None,
-        typer.Option(help="Loss of score, agreement or similarity; score where answers are known."),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens of an answer, where a prompt does not say it.")
-    ] = 128,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 2,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where it writes, and goes on from.")
-    ] = Path("kvcompress-compare"),
-    keep_text: Annotated[
-        bool, typer.Option("--keep-text", help="Also keep prompts and answers there.")
-    ] = False,
-    kl: Annotated[bool, typer.Option("--kl/--no-kl", help="Compare what is likely, too.")] = True,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds without a word from the server.")
-    ] = 600.0,
+    model: compared.Model = None,
+    prompts: compared.Prompts = None,
+    tasks: compared.Tasks = None,
+    length: compared.Length = 4096,
+    count: compared.Count = 150,
+    question: compared.Question = "last",
+    seed: compared.Seed = 0,
+    methods: compared.Methods = "cake-chunk,cake,snapkv",
+    budgets: compared.Budgets = "0.5,0.2,0.1",
+    baselines: compared.Baselines = True,
+    max_drop: compared.MaxDrop = 0.02,
+    by: compared.By = None,
+    max_tokens: compared.MaxTokens = 128,
+    concurrency: compared.Concurrency = 2,
+    out: compared.Out = Path("kvcompress-compare"),
+    keep_text: compared.KeepText = False,
+    kl: compared.Kl = True,
+    timeout: compared.Timeout = 600.0,
     api_key: Annotated[str | None, KEY] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
@@ -291,6 +263,7 @@ def compare(
             seed=seed,
             methods=methods,
             budgets=budgets,
+            baselines=baselines,
             max_drop=max_drop,
             by=None if by is None else _one_of("--by", by, ("score", "agreement", "similarity")),
             max_tokens=max_tokens,

@@ -165,6 +165,6 @@ def test_a_server_of_our_own_that_does_not_start(compare, tmp_path, monkeypatch)
     assert done.status == 2
     assert "the server ended before it was healthy; see out/server.log" in one_sentence(done)
     assert "no such model" in (tmp_path / "out/server.log").read_text()
-    assert flags[flags.index("--kv-allow-override") + 1] == "off,cake,snapkv"
+    assert flags[flags.index("--kv-allow-override") + 1] == "off,cake,snapkv,streamingllm,random"
     assert flags[flags.index("--kv-budget-bounds") + 1] == "0.2:0.5"
     assert flags[-2:] == ["--kv-usage", "--enforce-eager"]

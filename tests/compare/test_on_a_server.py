@@ -26,7 +26,8 @@ BUDGETS = (0.5, 0.2)
 def url(demo_model, tmp_path_factory):
     model = Path(talking(tmp_path_factory.mktemp("model"), demo_model))
     log = tmp_path_factory.mktemp("server") / "log"
-    cells = [Cell(method="snapkv", budget=budget) for budget in BUDGETS]
+    methods = ("snapkv", "random")
+    cells = [Cell(method=method, budget=budget) for method in methods for budget in BUDGETS]
     with server.start(model, FLAGS, cells, log) as url:
         yield url
 
@@ -60,7 +61,13 @@ def test_it_reports_what_the_server_answers(url, compare, tmp_path):
     assert found["complete"]
     assert "It takes 149." in found["recommendation"]["sentence"]
     full = [by_hand(url, prompt, {"kv_compress": "off"})[0] for prompt in prompts[:3]]
-    for budget, cell in zip(BUDGETS, found["cells"], strict=True):
+    # random is allowed and stands beside, streamingllm is not and is left out
+    assert [cell["method"] for cell in found["cells"][2:]] == ["random"] * 2
+    assert {(c["asked"], c["compressed"], c["baseline"]) for c in found["cells"][2:]} == {
+        (4, 3, True)
+    }
+    assert any("the server refuses streamingllm" in note for note in found["notes"])
+    for budget, cell in zip(BUDGETS, found["cells"][:2], strict=True):
         other = [
             by_hand(url, prompt, {"kv_compress": "snapkv", "kv_budget": budget})
             for prompt in prompts[:3]

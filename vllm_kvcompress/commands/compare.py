@@ -28,6 +28,8 @@ from vllm_kvcompress.policies.base import choose
 from vllm_kvcompress.policies.presets import PRESETS
 
 _INTERRUPTED = 130
+_BASELINES = ("streamingllm", "random")
+"""What a method has to beat: neither reads the prompt."""
 _LETTERS_PER_TOKEN = 4
 """Of English, where no tokenizer can be asked."""
 
@@ -40,6 +42,7 @@ class Request:
         model: a folder to start a server for; None with `url`.
         arguments: further flags of ``vllm serve``, for a folder.
         methods, budgets, tasks: names and numbers with commas between them.
+        baselines: show beside the methods what they have to beat.
         length, count, question: of the tasks' prompts.
         max_tokens: of answers to prompts that do not say it.
         out: folder of the run.
@@ -56,6 +59,7 @@ class Request:
     seed: int
     methods: str
     budgets: str
+    baselines: bool
     max_drop: float
     by: By | None
     max_tokens: int
@@ -102,6 +106,14 @@ class Request:
         return [Cell(method=m, budget=b) for m in methods for b in budgets]
 
     @property
+    def beside(self) -> list[Cell]:
+        """What is not asked for by name and stands beside, at every budget."""
+        cells = self.cells if self.baselines else []
+        named = {cell.method for cell in cells}
+        budgets = dict.fromkeys(cell.budget for cell in cells)
+        return [Cell(method=m, budget=b) for m in _BASELINES if m not in named for b in budgets]
+
+    @property
     def task_names(self) -> list[str]:
         names = _parts("--tasks", self.tasks or "")
         for name in names:
@@ -122,18 +134,21 @@ def run(request: Request, *, as_json: bool) -> None:
     own = [] if request.prompts is None else prompts.read_prompts(
         request.prompts, max_tokens=request.max_tokens
     )  # fmt: skip
-    cells = request.cells
+    cells, beside = request.cells, request.beside
     names = request.task_names if request.tasks is not None else []
     lost: KVCompressError | None = None
     interrupted = False
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         comparison = stack.enter_context(
-            Comparison(cells, folder=request.out, keep_text=request.keep_text)
+            Comparison(cells, folder=request.out, keep_text=request.keep_text, baselines=beside)
         )
         try:
             client = Client(
-                host=Host(stack.enter_context(_server(request, cells, console)), request.api_key),
+                host=Host(
+                    stack.enter_context(_server(request, [*cells, *beside], console)),
+                    request.api_key,
+                ),
                 model="",
                 timeout_s=request.timeout_s,
             )
@@ -271,9 +286,14 @@ def _table(columns: Sequence[Column], report: Report) -> Table:
     table = Table(box=box.HORIZONTALS, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column.name, justify="left" if number == 0 else "right")
+    beside = False
     for summary in report.summaries:
+        if summary.baseline and not beside:
+            table.add_section()
+            beside = True
         # Intervals are in the report: a terminal has no room for them.
-        table.add_row(*(column.cell(summary).partition(" [")[0] for column in columns))
+        cells = [column.cell(summary).partition(" [")[0] for column in columns]
+        table.add_row(*cells, style="dim" if summary.baseline else None)
     return table
 
 

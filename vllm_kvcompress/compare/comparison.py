@@ -13,7 +13,7 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.journal import Journal
 from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.report import Report
-from vllm_kvcompress.compare.summary import By, Summary, default_by, recommend, summarise
+from vllm_kvcompress.compare.summary import By, Summary, default_by, recommend, summarise, unbeaten
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.exposition import PREFIX, Metrics
@@ -28,13 +28,24 @@ class Comparison:
         done, total: prompts times cells.
     """
 
-    def __init__(self, cells: Sequence[Cell], *, folder: Path, keep_text: bool) -> None:
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        *,
+        folder: Path,
+        keep_text: bool,
+        baselines: Sequence[Cell] = (),
+    ) -> None:
         """Take the folder.
+
+        Args:
+            baselines: cells that stand beside `cells`, where the server takes them.
 
         Raises:
             ConfigError: it cannot be written, or is another's.
         """
-        self._cells = list(cells)
+        self._named = list(cells)
+        self._baselines = list(baselines)
         self._keep_text = keep_text
         self._journal = Journal(folder, keep_text=keep_text)
         self._outcomes: list[Outcome] = []
@@ -54,6 +65,10 @@ class Comparison:
         self._journal.__exit__()
 
     @property
+    def _cells(self) -> list[Cell]:
+        return [*self._named, *self._baselines]
+
+    @property
     def done(self) -> int:
         return len(self._outcomes)
 
@@ -63,7 +78,8 @@ class Comparison:
         Raises:
             Unreachable, ConfigError: it cannot.
         """
-        self._served = preflight.look(client, self._cells)
+        self._served = preflight.look(client, self._named, self._baselines)
+        self._baselines = list(self._served.baselines)
         self.notes += self._served.notes
         return self._served
 
@@ -90,7 +106,7 @@ class Comparison:
             "min_prompt": self._served.min_prompt,
             "top_logprobs": self._served.client.top if kl else 0,
         }
-        self._take(self._journal.open(self._settings, self._cells))
+        self._take(self._journal.open(self._settings, self._named, self._baselines))
         done = {(o.key, o.cell) for o in self._outcomes}
         self.total = len(items) * len(self._cells)
         for item, key in zip(items, keys, strict=True):
@@ -128,21 +144,30 @@ class Comparison:
         self._take(self._journal.outcomes())
         measure = by or default_by(self._outcomes)
         summaries = summarise(
-            self._cells, self._outcomes, by=measure, none_compressed=self._journal.counted == 0
+            self._cells,
+            self._outcomes,
+            by=measure,
+            none_compressed=self._journal.counted == 0,
+            baselines=self._baselines,
         )
+        recommendation = recommend(summaries, by=measure, max_drop=max_drop)
         complete = self.done == self.total
+        notes = [*self.notes, *self._remarks(summaries, complete, measure)]
+        if beside := unbeaten(summaries, recommendation):
+            notes.append(_UNBEATEN.format(best=recommendation.cell, beside=beside.cell))
         return Report(
             title=f"KV-cache compression on {self._settings['model']}:"
             f" {self.total // len(self._cells):,} prompts",
             summaries=summaries,
-            recommendation=recommend(summaries, by=measure, max_drop=max_drop),
+            recommendation=recommendation,
             complete=complete,
-            notes=[*self.notes, *self._remarks(summaries, complete, measure)],
+            notes=notes,
             settings=dict(self._settings),
         )
 
     def _take(self, found: Sequence[Outcome]) -> None:
-        self._outcomes = list({(o.key, o.cell): o for o in found}.values())
+        # Of baselines that are not asked for now, or that the server no longer takes, it has more.
+        self._outcomes = list({(o.key, o.cell): o for o in found if o.cell in self._cells}.values())
 
     def _note(self, asked: runner.Asked) -> None:
         if asked.refusal is not None:
@@ -182,7 +207,7 @@ class Comparison:
                 "The server does not say what it compressed and kept: start it with --kv-usage."
                 " Figures are of all prompts, those that it left whole among them."
             )
-        whole = [str(s.cell) for s in asked if s.compressed == 0]
+        whole = [str(s.cell) for s in asked if s.compressed == 0 and not s.baseline]
         if whole:
             least = self._served.min_prompt
             short = "" if least is None else f" Prompts below {least:,} tokens are."
@@ -207,6 +232,10 @@ class Comparison:
 
 
 _KNOWS_LITTLE = 0.5
+_UNBEATEN = (
+    "{beside} loses no more than {best}: on these prompts the choice of tokens decides little, and"
+    " on others it may."
+)
 _KL = (
     "KL and top-1 are over the tokens up to and with the first that differs between two answers:"
     " behind it they would judge different texts. Where answers part early, that is few tokens."

@@ -54,12 +54,18 @@ class Journal:
         if self._texts is not None:
             self._texts.close()
 
-    def open(self, settings: Mapping[str, Any], cells: Sequence[Cell]) -> list[Outcome]:
+    def open(
+        self,
+        settings: Mapping[str, Any],
+        cells: Sequence[Cell],
+        baselines: Sequence[Cell] = (),
+    ) -> list[Outcome]:
         """Begin a run, or go on with the one that is there; returns what it has found.
 
         Args:
             settings: what must be the same for figures to be put together.
             cells: what is to be compared; may hold more than before.
+            baselines: what stands beside it; they may come and go.
 
         Raises:
             ConfigError: the folder has a run with other settings or cells, or a broken line.
@@ -86,7 +92,8 @@ class Journal:
                 f"--out {self.folder} has a run with another {', '.join(other)}; give another"
                 " folder, or the settings of that run to go on with it"
             )
-        if missing := [name for name in run["cells"] if name not in names]:
+        present = {*names, *map(str, baselines)}
+        if missing := [name for name in run["cells"] if name not in present]:
             raise ConfigError(
                 f"--out {self.folder} has a run with {', '.join(missing)} as well; name the methods"
                 " and budgets of that run again, and any more, or give another folder"

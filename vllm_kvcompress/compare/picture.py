@@ -9,6 +9,7 @@ from vllm_kvcompress.compare.summary import By, Summary
 
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
 _LINES = ("#2171b5", "#d9730d", "#3f9b5f", "#8a5bb5", "#b5342f", "#7a6a53", "#c0579a", "#5f6b76")
+_BESIDE = "#9aa5b1"
 _MARKS = "osD^vPX*"
 _AXES = {
     "score": "share of the answers that are named",
@@ -32,20 +33,22 @@ def save_picture(report: Report, path: Path) -> None:
     figure = Figure(figsize=(8.0, 5.0), dpi=160, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    methods = list(dict.fromkeys(summary.method for summary in report.summaries))
-    for number, method in enumerate(methods):
-        points = _points([s for s in report.summaries if s.method == method], by)
+    for number, (method, summaries) in enumerate(_by_method(report.summaries).items()):
+        points = _points(summaries, by)
         if not points:
             continue
+        beside = summaries[0].baseline
         x, y = [kept for kept, _ in points], [found.mean for _, found in points]
         errors = [
             [max(found.mean - found.low, 0.0) for _, found in points],
             [max(found.high - found.mean, 0.0) for _, found in points],
         ]
         axes.errorbar(
-            x, y, yerr=errors, label=method, color=_LINES[number % len(_LINES)],
-            marker=_MARKS[number % len(_MARKS)], markersize=5, linewidth=1.4, capsize=3,
-            elinewidth=0.9,
+            x, y, yerr=errors, label=method,
+            color=_BESIDE if beside else _LINES[number % len(_LINES)],
+            marker=_MARKS[number % len(_MARKS)], markersize=3 if beside else 5,
+            linewidth=0.8 if beside else 1.4, linestyle=":" if beside else "-",
+            capsize=3, elinewidth=0.5 if beside else 0.9, zorder=1.5 if beside else 2.5,
         )  # fmt: skip
     axes.axhline(
         _full(report.summaries, by), color=_INK, linewidth=0.9, linestyle=(0, (4, 3)),
@@ -61,6 +64,14 @@ def save_picture(report: Report, path: Path) -> None:
     axes.set_title(report.title, size=11, color=_INK, loc="left")
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, format="png")
+
+
+def _by_method(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """Each method's cells, what stands beside last: a method is one of the two throughout."""
+    found: dict[str, list[Summary]] = {}
+    for summary in sorted(summaries, key=lambda s: s.baseline):
+        found.setdefault(summary.method, []).append(summary)
+    return found
 
 
 def _points(summaries: Sequence[Summary], by: By) -> list[tuple[float, Estimate]]:

@@ -29,19 +29,22 @@ class Served:
     Args:
         client: to ask it with.
         min_prompt: tokens from which on it compresses a prompt; None where it does not say.
+        baselines: of the cells that were to stand beside, those that it takes.
         notes: what the report must say of it, a sentence each.
     """
 
     client: Client
     min_prompt: int | None
+    baselines: Sequence[Cell]
     notes: Sequence[str]
 
 
-def look(client: Client, cells: Sequence[Cell]) -> Served:
+def look(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) -> Served:
     """Ask a server what it is, and for every cell with a tiny prompt.
 
     Args:
         client: its model is not looked at.
+        baselines: cells to stand beside; a method of theirs that it refuses is left out.
 
     Raises:
         Unreachable: it does not answer, or not as vLLM does.
@@ -57,6 +60,8 @@ def look(client: Client, cells: Sequence[Cell]) -> Served:
     _require_plugin(client, metrics)
     for cell in cells:
         _require(client, cell)
+    taken, left_out = _allowed(client, baselines)
+    notes += left_out
     info = metrics.info if metrics else None
     if not client.ask(_TINY, FULL).names:
         notes.append(
@@ -66,6 +71,7 @@ def look(client: Client, cells: Sequence[Cell]) -> Served:
     return Served(
         client=client,
         min_prompt=int(info["min_prompt"]) if info and "min_prompt" in info else None,
+        baselines=taken,
         notes=notes,
     )
 
@@ -129,6 +135,27 @@ def _require(client: Client, cell: Cell) -> None:
         client.ask(_TINY, cell)
     except Refused as e:
         raise _refused(cell, e) from None
+
+
+def _allowed(client: Client, baselines: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """Those that the server takes, by whole methods, and a sentence about the others."""
+    reasons: dict[str, str] = {}
+    for cell in baselines:
+        if cell.method in reasons:
+            continue
+        try:
+            client.ask(_TINY, cell)
+        except Refused as e:
+            if e.status != 400:
+                raise
+            reasons[cell.method] = e.reason
+    taken = [cell for cell in baselines if cell.method not in reasons]
+    if not reasons:
+        return taken, []
+    return taken, [
+        "What a method has to beat is not all there, since the server refuses"
+        f" {' and '.join(reasons)} ({next(iter(reasons.values()))})."
+    ]
 
 
 def _refused(cell: Cell, e: Refused) -> Exception:

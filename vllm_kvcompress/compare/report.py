@@ -185,10 +185,16 @@ def markdown(report: Report) -> str:
     parts.append("## What the figures mean")
     meanings = {column.name: column.meaning for column in (*ANSWERS, *CACHES)}
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings.items()))
+    if any(summary.baseline for summary in report.summaries):
+        parts.append(BASELINES)
     parts.append(f"{METHOD} {_loss_sentence(report.recommendation)}")
     return "\n\n".join(parts) + "\n"
 
 
+BASELINES = (
+    "Methods in italics stand beside the others, for what those have to beat: they choose tokens"
+    " without reading the prompt, and are never recommended."
+)
 METHOD = (
     "Every answer is greedy (temperature 0). Both sides answer the same prompts in the same run."
     f" Intervals are percentile bootstraps of {RESAMPLES:,} seeded draws of prompts; prompts about"
@@ -206,11 +212,16 @@ def _loss_sentence(recommendation: Recommendation) -> str:
 
 
 def _table(title: str, columns: Sequence[Column], summaries: Sequence[Summary]) -> str:
+    """A row for each cell; those that stand beside are in italics."""
     lines = [
         "| " + " | ".join(column.name for column in columns) + " |",
         "|" + "---|" * len(columns),
     ]
-    lines += ["| " + " | ".join(c.cell(s) for c in columns) + " |" for s in summaries]
+    for summary in summaries:
+        cells = [column.cell(summary) for column in columns]
+        if summary.baseline:
+            cells[0] = f"*{cells[0]}*"
+        lines.append("| " + " | ".join(cells) + " |")
     return f"## {title}\n\n" + "\n".join(lines)
 
 

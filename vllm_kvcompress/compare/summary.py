@@ -1,7 +1,7 @@
 """All prompts of a cell in figures, and which cell may be run."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Literal
 
@@ -41,6 +41,7 @@ class Summary:
         loss: what the recommendation is about: the drop, or 1 less what is agreed.
         bound: with 95 % confidence the loss is not above it.
         tasks: of each task `score` and `full_score`, where there are several.
+        baseline: whether it only stands beside, for what a method has to beat.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Summary:
     bound: float | None
     times: Times | None
     tasks: dict[str, tuple[float, float]]
+    baseline: bool = False
 
     @property
     def cell(self) -> Cell:
@@ -85,20 +87,30 @@ class Recommendation:
 
 
 def summarise(
-    cells: Iterable[Cell], outcomes: Sequence[Outcome], *, by: By, none_compressed: bool
+    cells: Iterable[Cell],
+    outcomes: Sequence[Outcome],
+    *,
+    by: By,
+    none_compressed: bool,
+    baselines: Container[Cell] = (),
 ) -> list[Summary]:
     """Each cell's figures, in the order of `cells`.
 
     Args:
         by: what the loss is measured by.
         none_compressed: the server's counters say that it compressed no prompt at all.
+        baselines: those of `cells` that only stand beside.
     """
     tells = any(outcome.kept_tokens is not None for outcome in outcomes)
     by_cell: dict[Cell, list[Outcome]] = {}
     for outcome in outcomes:
         by_cell.setdefault(outcome.cell, []).append(outcome)
     return [
-        _summary(cell, by_cell.get(cell, []), by, known=tells or none_compressed) for cell in cells
+        replace(
+            _summary(cell, by_cell.get(cell, []), by, known=tells or none_compressed),
+            baseline=cell in baselines,
+        )
+        for cell in cells
     ]
 
 
@@ -106,9 +118,11 @@ def recommend(summaries: Sequence[Summary], *, by: By, max_drop: float) -> Recom
     """The smallest budget whose loss is within `max_drop` with 95 % confidence.
 
     Of several methods at that budget, the one with the smaller loss; of equals, the first named.
+    Never a baseline: it can only win by luck.
     """
-    judged = [s for s in summaries if s.loss is not None and s.bound is not None and s.compressed]
-    judged += [s for s in summaries if s.loss is not None and s.compressed is None]
+    methods = [s for s in summaries if not s.baseline and s.loss is not None]
+    judged = [s for s in methods if s.bound is not None and s.compressed]
+    judged += [s for s in methods if s.compressed is None]
     within = [s for s in judged if s.bound is not None and s.bound <= max_drop]
     if within:
         best = min(within, key=lambda s: (s.budget, s.loss.mean if s.loss else 0.0))
@@ -133,6 +147,19 @@ def recommend(summaries: Sequence[Summary], *, by: By, max_drop: float) -> Recom
             f" {nearest.bound:.3f}. Try a larger budget."
         )
     return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
+
+
+def unbeaten(summaries: Sequence[Summary], recommendation: Recommendation) -> Summary | None:
+    """A baseline that loses no more than what is recommended, at its budget; the best of them."""
+    best = next((s for s in summaries if s.cell == recommendation.cell), None)
+    if best is None or best.loss is None:
+        return None
+    beside = [
+        s
+        for s in summaries
+        if s.baseline and s.budget == best.budget and s.loss and s.loss.mean <= best.loss.mean
+    ]
+    return min(beside, key=lambda s: s.loss.mean if s.loss else 0.0, default=None)
 
 
 def default_by(outcomes: Sequence[Outcome]) -> By:
