@@ -123,7 +123,8 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     assert pods(canary)[0]["spec"]["runtimeClassName"] == "nvidia"
     asked = [one(objects, "ConfigMap", "settings")["data"] for objects in (deployment, canary)]
     methods = [(data["KV_COMPRESS"], data["KV_ALLOW_OVERRIDE"]) for data in asked]
-    assert methods == [("snapkv", "off,h2o"), ("off", "off,cake,snapkv")]
+    asked_for = "off,cake-chunk,cake,snapkv,streamingllm,random"
+    assert methods == [("snapkv", "off,h2o"), ("off", asked_for)]
     # pods ask no hub, and the Job asks it all the same
     assert one(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
     assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
