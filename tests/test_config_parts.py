@@ -43,7 +43,7 @@ from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
         ("layer-defensivekv", Global(), SnapKV(aggregate="defensive", value_norm=True), 32),
         ("keydiff", Uniform(), KeyDiff(), 32),
         ("lagkv", Uniform(), LagKV(sinks=4, lag=128), 32),
-        ("cake-chunk", Cake(), SnapKV(aggregate="max", pooling="max", kernel=7), 32),
+        ("cake-chunk", Cake(), SnapKV(aggregate="max", pooling="max", kernel=7), 16),
         ("random", Uniform(), Random(seed=0), 32),
     ],
 )
@@ -53,8 +53,11 @@ def test_presets(name, allocator, scorer, window):
     assert config.enabled
     assert config.build_allocator() == allocator
     assert config.build_scorer() == scorer
-    chunks = Chunks(size=10, shared=True, reuse=1)
-    selectors = {"chunkkv": chunks, "cake-chunk": chunks, "d2o": HeavyRecent(sinks=4)}
+    selectors = {
+        "chunkkv": Chunks(size=10, shared=True, reuse=1),
+        "cake-chunk": Chunks(size=20, shared=True, reuse=1),
+        "d2o": HeavyRecent(sinks=4),
+    }
     assert config.build_selector() == selectors.get(name, TopK())
     assert config.parts.merge == (name == "d2o")
     assert config.resolved_window == window

@@ -17,8 +17,8 @@ from vllm_kvcompress.policies.presets import PRESETS
 
 prop = settings(derandomize=True, deadline=None, max_examples=40)
 
-CHUNKS = ("chunkkv", "cake-chunk")
-WINDOWS = {"tova": 1, "streamingllm": 0, "dynamickv": 8, "d2o": 0}
+CHUNKS = {"chunkkv": 10, "cake-chunk": 20}
+WINDOWS = {"cake-chunk": 16, "tova": 1, "streamingllm": 0, "dynamickv": 8, "d2o": 0}
 SHAPES = {  # layers, Hq, Hkv, S, d, sink
     "mha": (3, 2, 2, 90, 8, 0.0),
     "gqa": (6, 4, 2, 101, 16, 0.0),
@@ -81,7 +81,7 @@ def check_layer(preset, got, layer, score, past, w):
         assert len(kept) == past + w
         row = score[head]
         if preset in CHUNKS:
-            want = ref.chunks(score.sum(0), past, 10)
+            want = ref.chunks(score.sum(0), past, CHUNKS[preset])
         elif preset == "d2o":
             want = ref.heavy_recent(row, past)
         else:

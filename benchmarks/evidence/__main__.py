@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from vllm_kvcompress.policies.presets import PRESETS
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 MOST_ASKED = 4
 """Prompts that are asked for each that is wanted, where the full cache answers few."""
+OPEN, TALK = "open", 24
+"""A question whose answer the model begins itself, and tokens it may say before it names it."""
 ROWS = 32
 """Caches that answer together. Neighbours in budget, since each is padded to the longest."""
 
@@ -44,7 +47,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=[*TASKS, TASK])
     parser.add_argument("--count", type=int, default=100, help="answered prompts of each task")
     parser.add_argument("--tokens", type=int, default=2200, help="tokens of a prompt, about")
-    parser.add_argument("--question", choices=("last", "first"), default="last")
+    parser.add_argument(
+        "--question",
+        choices=("last", "first", OPEN),
+        default="last",
+        help="open: last, and the answer is not begun for the model, as in ordinary chats",
+    )
     parser.add_argument("--per-text", type=int, default=5, help="questions about one text")
     parser.add_argument(
         "--methods",
@@ -146,15 +154,25 @@ def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
         return text_items(
             count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=reader.count_tokens
         )
-    return build_items(
+    items = build_items(
         [task],
         count=args.count * MOST_ASKED,
         tokens=args.tokens,
         seed=args.seed,
-        question=args.question,
+        question="last" if args.question == OPEN else args.question,
         count_tokens=reader.count_tokens,
         questions_per_text=args.per_text,
     )
+    return [opened(item) for item in items] if args.question == OPEN else items
+
+
+def opened(item: Item) -> Item:
+    """The same question without the words that begin its answer.
+
+    With them, the prompt ends by naming what is asked for, which flatters small windows.
+    """
+    assert item.messages[-1]["role"] == "assistant", "this task begins no answer"
+    return replace(item, messages=item.messages[:-1], max_tokens=item.max_tokens + TALK)
 
 
 def read_items(

@@ -12,8 +12,8 @@ _RECOMMENDED: Mapping[str, Any] = {
     "scorer": "snapkv",
     "scorer_params": {"aggregate": "max"},
     "selector": "chunks",
-    "selector_params": {"size": 10},
-    "window": 32,
+    "selector_params": {"size": 20},
+    "window": 16,
 }
 
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -30,10 +30,12 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "not pooled": {"scorer_params": {"aggregate": "max", "kernel": 1}},
     "no chunks": {"selector": "topk", "selector_params": {}},
     "chunks of 5": {"selector_params": {"size": 5}},
+    "chunks of 10": {"selector_params": {"size": 10}},
     "chunks of 16": {"selector_params": {"size": 16}},
-    "chunks of 20": {"selector_params": {"size": 20}},
-    "chunks per head": {"selector_params": {"size": 10, "shared": False}},
-    "window 16": {"window": 16},
+    "chunks of 32": {"selector_params": {"size": 32}},
+    "chunks per head": {"selector_params": {"size": 20, "shared": False}},
+    "window 8": {"window": 8},
+    "window 32": {"window": 32},
     "window 64": {"window": 64},
 }
 

@@ -105,19 +105,22 @@ def layer_op(name: str, op: Any, reference: Any, args: Any, **more: Any) -> Op:
     )
 
 
-def window_op(name: str, *, variance: bool) -> Op:
+def window_op(
+    name: str, *, variance: bool = False, maximum: bool = False, pooled: bool = False
+) -> Op:
     """As many layers share a launch as the engine lets share one."""
+    asked = {"variance": variance, "maximum": maximum, "pooled": pooled}
 
     def launch(p: Prompt, layers: range) -> Outputs:
         queries, pages = [p.query[layer] for layer in layers], p.pages[layers.start : layers.stop]
         what = queries, p.keys, pages, p.shape.tokens, p.scale
-        found = window_scores_of_layers(*what, variance=variance)
+        found = window_scores_of_layers(*what, **asked)
         return [x for scores in found for x in some(scores)]
 
     def plain(p: Prompt, layers: range) -> Outputs:
         run, tokens = window_scores_reference.run, p.shape.tokens
         rows = ((p.query[layer], p.keys, p.pages[layer], tokens, p.scale) for layer in layers)
-        return [x for row in rows for x in some(run(*row, variance))]
+        return [x for row in rows for x in some(run(*row, **asked))]
 
     return Op(
         name=name,
@@ -268,8 +271,10 @@ _COLUMNS = column_sums, column_sums_reference.run, column_args
 _MERGE = merge_evicted, merge_evicted_reference.run, merge_args
 
 OPS = (
-    window_op("window_scores", variance=False),
+    window_op("window_scores"),
     window_op("window_scores, variance", variance=True),
+    window_op("window_scores, variance and maximum", variance=True, maximum=True),
+    window_op("window_scores, pooled maximum", maximum=True, pooled=True),
     layer_op("value_scores", *_VALUES, options={"fast": False, "reduce": "mean"}, **_ONCE),
     layer_op("value_scores, fast", *_VALUES, options={"fast": True, "reduce": "l2"}, **_ONCE),
     layer_op("value_norms", *_NORMS, floor_bytes=keys_once),

@@ -22,7 +22,7 @@ from benchmarks.peers import exchange
 from benchmarks.peers.exchange import Prompt
 
 ANSWER, FORCED = 16, 32  # as in `decoding`, which this process does not import
-FP8, METHOD = "fp8", "chunkkv"
+FP8, METHOD = "fp8", "cake-chunk"
 SPEED_TOKENS = 48
 
 

@@ -59,6 +59,12 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"compress": name} for name in PRESETS if name not in LEFT_OUT},
     "snapkv, pooled as kvpress": _averaged("uniform"),
     "pyramidkv, pooled as kvpress": _averaged("pyramid"),
+    "keydiff, no window": {
+        "compress": "custom",
+        "allocator": "uniform",
+        "scorer": "keydiff",
+        "window": 0,
+    },
 }
 
 TWINS: Mapping[str, str] = {
@@ -66,6 +72,7 @@ TWINS: Mapping[str, str] = {
     "TOVA": "tova",
     "StreamingLLM": "streamingllm",
     "ChunkKV": "chunkkv",
+    "KeyDiff": "keydiff, no window",
 }
 """Presses that are set as one of our methods and must keep the same positions."""
 

@@ -75,7 +75,7 @@ PRESSES: Mapping[str, Peer] = {
         ),
         settings="chunks of 10, window 32, kernel 1, set as ours",
     ),
-    "KeyDiff": Peer(make=kvpress.KeyDiffPress, settings="no blocks"),
+    "KeyDiff": Peer(make=kvpress.KeyDiffPress, settings="no blocks, no window, set as ours"),
     "LagKV": Peer(make=kvpress.LagKVPress, settings="its defaults"),
     "ExpectedAttention": Peer(make=kvpress.ExpectedAttentionPress, settings="its defaults"),
     "AdaKV over ExpectedAttention": Peer(

@@ -66,10 +66,10 @@ PRESETS: Mapping[str, Preset] = {
     "cake-chunk": Preset(
         allocator="cake",
         scorer="snapkv",
-        window=32,
+        window=16,
         selector="chunks",
         scorer_params=(("aggregate", "max"),),
-        selector_params=(("size", 10),),
+        selector_params=(("size", 20),),
     ),
     "random": Preset(allocator="uniform", scorer="random", window=32),
 }

@@ -209,7 +209,7 @@ def builds(sm: int) -> list[Build]:
     ]
     for of in float8(sm).values():
         all_builds += _builds(128, 32, of, sm)
-    for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 64, 128))]:
+    for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 16, 64, 128))]:
         all_builds += _builds(dim, w, "*bf16", sm)
     return all_builds
 
