@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-RECOMMENDED = "cake-chunk"
+from vllm_kvcompress.policies.presets import RECOMMENDED
 
 _RECOMMENDED: Mapping[str, Any] = {
     "compress": "custom",

@@ -121,4 +121,4 @@ def test_litellms_names_stand_for_what_the_pods_allow(rendered, name):
         asked[entry["model_name"]] = settings_for(pods, parameters["extra_body"]["vllm_xargs"])
     assert asked["llama-3.1-8b"] is None
     compressed = asked["llama-3.1-8b@kv0.2"]
-    assert (compressed.compress, compressed.budget) == ("cake", 0.2)
+    assert (compressed.compress, compressed.budget) == ("cake-chunk", 0.2)

@@ -83,7 +83,7 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
             assert settings.active
             assert "snapkv" in settings.allow_override
             continue
-        assert settings.compress == "cake"
+        assert settings.compress == "cake-chunk"
         assert settings.budget == (0.3 if name == "example" else 0.2)
         # a client can step out at once, and ask for no other method
         assert settings.allow_override == ("off",)
@@ -93,7 +93,7 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
 def test_off_is_off(rendered, demo_model):
     from vllm_kvcompress.config import CompressionConfig
 
-    argv = [a.replace("=cake", "=off") for a in arguments(rendered["gpu"])[1:]]
+    argv = [a.replace("=cake-chunk", "=off") for a in arguments(rendered["gpu"])[1:]]
     assert "--kv-compress=off" in argv
     _, engine = parsed([demo_model, *argv])
     settings = CompressionConfig.parse(engine.additional_config.get("kvcompress", {}))
@@ -128,7 +128,7 @@ def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
 
 @pytest.mark.engine
 def test_vllm_refuses_a_wrong_setting(rendered, capsys):
-    argv = [argument.replace("=cake", "=cakes") for argument in arguments(rendered["gpu"])]
+    argv = [argument.replace("=cake-chunk", "=cake-chunks") for argument in arguments(rendered["gpu"])]
     with pytest.raises(SystemExit, match="2"):
         parsed(argv)
-    assert "cake" in capsys.readouterr().err
+    assert "cake-chunk" in capsys.readouterr().err

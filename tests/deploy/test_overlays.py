@@ -22,7 +22,7 @@ def test_compression_is_one_line_of_an_overlay_and_off_in_the_base():
     assert "KV_COMPRESS=off" in base.read_text().splitlines()
     for name in ("gpu", "cpu", "multi-node"):
         text = (OVERLAYS / name / "kustomization.yaml").read_text()
-        before, line, _ = text.partition("      - KV_COMPRESS=cake\n")
+        before, line, _ = text.partition("      - KV_COMPRESS=cake-chunk\n")
         assert line, name
         assert "What it costs: " in before[-400:], name
     for name in ("canary", "prefetch", "example", "openshift", "tensor-parallel"):

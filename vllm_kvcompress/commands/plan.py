@@ -12,6 +12,7 @@ from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show
 from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.presets import RECOMMENDED
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -63,9 +64,9 @@ class Answer:
 
 
 def with_method(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with the method of the demo and the manifests where they name none."""
+    """The settings, with the recommended method where they name none."""
     named = settings.keys() & {"compress", "allocator", "scorer"}
-    return settings if named else {"compress": "cake", **settings}
+    return settings if named else {"compress": RECOMMENDED, **settings}
 
 
 def ask(
@@ -97,7 +98,7 @@ def ask(
     """
     checked = CompressionConfig.parse(with_method(settings))
     if not checked.active:
-        raise ConfigError("plan compares with compression; give a method, --kv-compress cake")
+        raise ConfigError(f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}")
     if device not in _BLOCK:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
     if device != "cuda" and gpu_gib is not None:

@@ -74,6 +74,8 @@ PRESETS: Mapping[str, Preset] = {
     "random": Preset(allocator="uniform", scorer="random", window=32),
 }
 
+RECOMMENDED = "cake-chunk"
+"""What the manifests name and `kvcompress plan` takes by itself (docs/measurements.md)."""
 CUSTOM = "custom"
 METHODS = ("off", *PRESETS, CUSTOM)
 CAOTES = frozenset({"caote", "fastcaote"})
