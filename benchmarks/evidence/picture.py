@@ -11,6 +11,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 from benchmarks.evidence.cells import ALL, Cell
 from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
 
+_COLUMNS = 2
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
 _NAMED = {
     RECOMMENDED: ("#b5342f", "o", 2.4),
@@ -28,16 +29,18 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
         c for c in found if c.task == ALL and (c.method not in VARIANTS or c.method == RECOMMENDED)
     ]
     places = list(dict.fromkeys((c.model, c.question, c.tokens) for c in shown))
-    figure = Figure(
-        figsize=(5.2 * max(len(places), 1), 4.4), dpi=150, facecolor="white", layout="constrained"
-    )
+    columns = max(1, min(len(places), _COLUMNS))
+    rows = max(1, -(-len(places) // columns))
+    size = (5.2 * columns, 4.4 * rows)
+    figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     for number, place in enumerate(places, 1):
-        axes = figure.add_subplot(1, len(places), number)
+        axes = figure.add_subplot(rows, columns, number)
         here = [cell for cell in shown if (cell.model, cell.question, cell.tokens) == place]
         _panel(axes, here, f"{place[0]}, question {place[1]}, {place[2]:,} tokens")
-        if number == 1:
+        if number % columns == 1 % columns:
             axes.set_ylabel("share of the full cache's answers", color=_INK)
+        if number == 1:
             axes.legend(fontsize=8, frameon=False, loc="upper left")
     figure.savefig(path, format="png")
 
