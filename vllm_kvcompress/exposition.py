@@ -3,7 +3,9 @@ to start."""
 
 import json
 import re
+import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +84,14 @@ class Metrics:
         return samples[0].labels if samples else None
 
 
+def _names_a_host(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def _plain(label: str) -> str:
     return re.sub(r"\\.", lambda m: _ESCAPES.get(m[0], m[0]), label)
 
@@ -99,10 +109,17 @@ class Host:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        if not re.match(r"https?://[^/\s]+/?$", self.url):
+        if not re.fullmatch(r"https?://[^/\s?#]+/?", self.url) or not _names_a_host(self.url):
             raise ConfigError(
                 "--url must be a server's address without a path, such as"
                 f" http://127.0.0.1:8000; got {self.url!r}"
+            )
+        if self.key is not None and not re.fullmatch(r"[\x21-\x7e]*", self.key):
+            # The key itself must not be in it.
+            raise ConfigError(
+                "--api-key must be ASCII without spaces, since it goes into an HTTP header; it has"
+                " a space, the end of a line or another sign, often the last one of its file:"
+                " take it out"
             )
 
     def get(self, path: str, timeout_s: float) -> tuple[int, str]:
@@ -144,12 +161,16 @@ class Host:
             if answer.status != 200:
                 raise Refused(path, answer.status, error_message(self._read(answer)))
             for text in self._lines(answer):
-                if not text or text == "[DONE]":
+                if text == "[DONE]":
+                    return
+                if not text:
                     continue
                 event: dict[str, Any] = json.loads(text)
                 if "error" in event:
                     raise Unreachable(f"{path} failed: {error_message(text)}")
                 yield event
+        # Where a server dies, or a proxy in between, the connection may end as if all were said.
+        raise Unreachable(f"{self.url} broke off its answer")
 
     def _open(self, path: str, body: Any, timeout_s: float) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -164,8 +185,14 @@ class Host:
         except urllib.error.HTTPError as e:
             # The error is an answer too, with its status and text.
             return e
-        except (OSError, HTTPException) as e:
+        except (OSError, HTTPException, UnicodeError) as e:
             reason = getattr(e, "reason", e)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise Unreachable(
+                    f"{address} has a certificate that is not trusted here"
+                    f" ({reason.verify_message}); name the file of its authority in SSL_CERT_FILE,"
+                    " or correct --url"
+                ) from None
             raise Unreachable(
                 f"{address} does not answer ({reason}); start the server, or correct --url"
             ) from None
@@ -173,6 +200,8 @@ class Host:
     def _lines(self, answer: Any) -> Iterator[str]:
         try:
             for line in answer:
+                if not line.endswith((b"\n", b"[DONE]")):
+                    return  # cut off
                 yield line.decode(errors="replace").strip().removeprefix("data:").strip()
         except (OSError, HTTPException) as e:
             raise Unreachable(f"{self.url} broke off its answer ({e})") from None
@@ -186,9 +215,9 @@ class Host:
 
 
 def error_message(text: str) -> str:
-    """The sentence in an error's JSON, or the start of any other text."""
+    """The sentence in an error's JSON, or the start of any other text; one line of valid UTF-8."""
     try:
-        answer = json.loads(text)
-        return str(answer["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:300]
+        message = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = text.strip()[:300]
+    return " ".join(message.split()).encode(errors="replace").decode()

@@ -31,6 +31,8 @@ class FakeVllm:
         fail_from: number of the request from which on it answers 500; None for never.
         pace_s: seconds that it takes for each answer.
         refuse: a text whose prompts it answers with 400.
+        reason: what it says then, before the prompt itself.
+        pages: other answers than usual, by path.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,8 @@ class FakeVllm:
         self.least = 5
         self.top = 20
         self.fail_from: int | None = None
-        self.refuse = "refuse this"
+        self.refuse, self.reason = "refuse this", "no"
+        self.pages: dict[str, tuple[int, str]] = {}
         self.pace_s = 0.0
         self._compressed = 0
         self._lock = threading.Lock()
@@ -52,6 +55,8 @@ class FakeVllm:
         return [b for b in self.asked if b["messages"][-1]["content"] != "Count to nine."]
 
     def __call__(self, path: str, body: bytes) -> tuple[int, str]:
+        if path in self.pages:
+            return self.pages[path]
         if path == "/health":
             return 200, ""
         if path == "/v1/models":
@@ -79,7 +84,7 @@ class FakeVllm:
             message = f"kv_compress must be one of {self.allowed} on this server, got {method!r}"
             return 400, json.dumps({"error": {"message": message}})
         if self.refuse in text:
-            return 400, json.dumps({"error": {"message": f"too long: {text}"}})
+            return 400, json.dumps({"error": {"message": f"{self.reason}: {text}"}})
         return 200, self._stream(body, method, text)
 
     def _stream(self, body: dict[str, Any], method: str, text: str) -> str:

@@ -136,12 +136,31 @@ def test_fewer_likely_tokens_and_none(asked, fake, tmp_path):
 def test_a_request_that_is_refused_is_in_no_figure(asked, fake, tmp_path):
     fake.refuse = " 7"
     done = asked()
-    assert "The server refused 4 requests (status 400); they are in no figure." in " ".join(
-        done.out.split()
-    )
+    assert (
+        "The server refused 1 of 10 prompts (status 400); where it did, they are in no figure. With"
+        " --keep-text its reason is said."
+    ) in done.out
     assert "secret" not in done.out
     assert cells(report(tmp_path))["cake", 0.2]["asked"] == 9
     assert not report(tmp_path)["complete"]
+
+
+def test_copies_of_a_prompt_are_asked_and_tell_no_more_than_one(asked, tmp_path):
+    done = asked(numbers=[2] * 10)
+    assert cells(report(tmp_path))["cake", 0.2]["asked"] == 10
+    assert "No recommendation: 1 independent prompt can show no drop" in done.out
+
+
+def test_a_table_fits_a_terminal_and_no_name_is_cut(asked, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    tables = [line for line in asked().out.splitlines() if line.startswith(" ")]
+    assert max(map(len, tables)) <= 80
+    assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == 3
+
+
+def test_a_log_says_how_far_it_is(asked):
+    said = [line for line in asked().err.splitlines() if line.endswith("are asked.")]
+    assert said == [f"{count} of 40 are asked." for count in range(4, 41, 4)]
 
 
 def test_without_matplotlib_the_rest_is_there(asked, tmp_path, monkeypatch):

@@ -75,6 +75,37 @@ def test_a_dead_server(compare, tmp_path):
     assert "does not answer" in one_sentence(done)
 
 
+@pytest.mark.parametrize(
+    ("page", "answer", "flags", "said"),
+    [
+        ("/health", (404, ""), [], "/health answered 404; give the address of vLLM itself"),
+        ("/health", (503, ""), [], "/health answered 503; wait until the server is well"),
+        ("/v1/models", (401, '{"error": "Unauthorized"}'), [],
+         'answered 401: {"error": "Unauthorized"}; pass --api-key'),
+        ("/v1/models", (401, ""), ["--api-key", "guess"], "--api-key is not the server's"),
+        ("/v1/models", (200, "<html>"), [], "lists no model; is it a vLLM server?"),
+        ("/v1/chat/completions",
+         (400, '{"error": {"message": "you must provide a chat template."}}'), [],
+         "you must provide a chat template. Every prompt is sent as a chat: start it with"
+         " --chat-template"),
+        ("/v1/chat/completions", (404, "no such page"), [], "answered 404: no such page"),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_not_what_it_should_be(asked, fake, page, answer, flags, said):
+    fake.pages[page] = answer
+    done = asked(*flags)
+    assert done.status == 2
+    assert said in one_sentence(done)
+    assert "guess" not in done.err
+
+
+def test_a_server_whose_key_has_an_end_of_line(asked, fake):
+    done = asked("--api-key", "guess\n")
+    assert (done.status, fake.asked) == (2, [])
+    assert "--api-key must be ASCII without spaces" in one_sentence(done)
+    assert "guess" not in done.err
+
+
 def test_a_server_without_the_plugin(asked, fake):
     fake.plugin = False
     done = asked()
@@ -91,6 +122,13 @@ def test_a_server_that_refuses_a_method(asked, fake):
     assert "the server refuses snapkv 0.5: kv_compress must be one of ['off', 'cake']" in said
     assert "--kv-allow-override all" in said
     assert not fake.prompts
+
+
+def test_a_server_that_lets_no_request_choose(asked, fake):
+    reason = "this server does not let requests choose kv_compress or kv_budget"
+    fake.pages["/v1/chat/completions"] = 400, json.dumps({"error": {"message": reason}})
+    said = one_sentence(asked())
+    assert f"the server refuses off: {reason}; start it with --kv-allow-override all" in said
 
 
 def test_a_server_that_must_compress(asked, fake):
@@ -136,6 +174,38 @@ def test_a_server_that_is_lost_on_the_way_and_comes_back(asked, fake, tmp_path):
     again = len(fake.prompts)
     assert json.loads(asked("--json").out)["cells"] == found["cells"]
     assert len(fake.prompts) == again
+
+
+def test_an_answer_that_breaks_off_is_no_answer(asked, fake, tmp_path, monkeypatch):
+    """The server dies: its last answer ends early, and its connection as any other."""
+    stream = fake._stream
+
+    def cut(*request):
+        text = stream(*request)
+        return text if len(fake.prompts) <= 23 else text[: text.rindex("data: ")]
+
+    monkeypatch.setattr(fake, "_stream", cut)
+    said = one_sentence(asked())
+    assert "broke off its answer" in said
+    assert ". 18 of 40 are done and kept in out; the same command goes on from there." in said
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    done = asked("--json")
+    assert "18 of 40 are there already." in done.err
+    assert json.loads(done.out)["complete"]
+
+
+@pytest.mark.parametrize("keep_text", [True, False])
+def test_prompts_that_the_server_refuses(asked, fake, tmp_path, keep_text):
+    """Every one, for its length; a reason may have what looks like a terminal's markup."""
+    fake.refuse, fake.reason = "secret", "[/INST] this model's maximum context length is 8 \ud83d"
+    done = asked(*["--keep-text"] * keep_text)
+    assert done.status == 1
+    assert "The server refused 10 of 10 prompts (status 400, too long for its context)" in done.out
+    assert "No recommendation: no prompt was answered." in done.out
+    assert ("[/INST] this model's maximum context length is 8 ?: secret" in done.out) == keep_text
+    assert ("secret" in (tmp_path / "out/report.md").read_text()) == keep_text
+    assert "Traceback" not in done.err
 
 
 def test_a_hiccup_is_no_loss(asked, fake, monkeypatch):

@@ -34,7 +34,10 @@ def test_both_forms_of_a_line(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{secret", "must be JSON"),
+        ("{secret", "Expecting property name enclosed in double quotes (column 2)"),
+        ('{"prompt": "secret', "must be JSON"),
+        ('{"prompt": "secret", "n": ' + "[" * 100_000, "it is nested too deep"),
+        ('{"prompt": "secret", "max_tokens": ' + "9" * 5000 + "}", "must be JSON"),
         ('["secret"]', "must be an object"),
         ({"text": "secret"}, "must have one of messages and prompt"),
         ({"prompt": "secret", "messages": []}, "must have one of messages and prompt"),
@@ -74,6 +77,31 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
         read_prompts(tmp_path / "bytes", max_tokens=8)
+
+
+def test_a_text_may_have_any_sign_in_it(tmp_path):
+    """Other ends of lines are none, a mark of the byte order is no text, and half a pair stays."""
+    text = "one\u2028two\u0085three\x0bfour \U0001f600"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False), '{"prompt": "\\ud83d"}']
+    for start in ("", "\ufeff"):
+        first, second = read(tmp_path, start + lines[0] + "\r", lines[1])
+        assert first.messages[0]["content"] == text
+        assert (second.name, second.messages[0]["content"]) == ("prompts/2", "\ud83d")
+        assert len({*keys([first, second])}) == 2
+
+
+def test_a_line_that_can_be_read_can_be_sent(tmp_path):
+    refused = set()
+    for depth in range(900, 1000):
+        parts = "[" * depth + "]" * depth
+        try:
+            (item,) = read(tmp_path, f'{{"messages": [{{"role": "user", "content": {parts}}}]}}')
+        except ConfigError as e:
+            refused.add(str(e).partition(";")[2])
+        else:
+            assert keys([item])
+            json.dumps({"messages": item.messages})
+    assert refused <= {" it is nested too deep"}
 
 
 def test_keys_tell_prompts_apart_and_nothing_of_them(tmp_path):

@@ -18,7 +18,7 @@ from vllm_kvcompress.compare import prompts, server
 from vllm_kvcompress.compare.client import Cell, Client
 from vllm_kvcompress.compare.comparison import Comparison
 from vllm_kvcompress.compare.picture import save_picture
-from vllm_kvcompress.compare.report import ANSWERS, CACHES, Column, Report, markdown
+from vllm_kvcompress.compare.report import TABLES, Column, Report, markdown
 from vllm_kvcompress.compare.summary import By
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError, KVCompressError
@@ -128,9 +128,9 @@ def run(request: Request, *, as_json: bool) -> None:
         ConfigError: something was typed that means nothing here, or the server refuses it.
         Unreachable: the server does not answer.
         SystemExit: 1 where nothing can be recommended, 130 where it was interrupted, 2 where the
-            server was lost on the way. What was done is kept.
+            server or room on the disk was lost on the way. What was done is kept.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     own = [] if request.prompts is None else prompts.read_prompts(
         request.prompts, max_tokens=request.max_tokens
     )  # fmt: skip
@@ -171,7 +171,11 @@ def run(request: Request, *, as_json: bool) -> None:
             console.print("kvcompress: interrupted before anything was asked.")
             raise SystemExit(_INTERRUPTED)
         report = comparison.report(by=request.by, max_drop=request.max_drop)
-    _write(report, request.out, console)
+    try:
+        _write(report, request.out, console)
+    except OSError as e:
+        # What was found is printed at least.
+        lost = lost or ConfigError(f"{request.out} cannot have the report ({e}); make room there")
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
     else:
@@ -179,7 +183,7 @@ def run(request: Request, *, as_json: bool) -> None:
     done = f"{comparison.done} of {comparison.total} are done and kept in {request.out}; the same"
     done += " command goes on from there."
     if lost is not None:
-        console.print(f"kvcompress: error: {lost} {done}")
+        console.print(f"kvcompress: error: {str(lost).removesuffix('.')}. {done}")
         raise SystemExit(2)
     if interrupted:
         console.print(f"kvcompress: interrupted; {done}")
@@ -250,18 +254,26 @@ def _ask(comparison: Comparison, concurrency: int, console: Console) -> None:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    if comparison.done:
-        console.print(f"{comparison.done} of {comparison.total} are there already.")
+    done, total = comparison.done, comparison.total
+    if done:
+        console.print(f"{done} of {total} are there already.")
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(*columns, console=console, transient=True))
-        task = progress.add_task("asking", total=comparison.total, completed=comparison.done)
-        for cell in stack.enter_context(closing(comparison.ask(concurrency))):
-            progress.update(task, advance=1, description=str(cell))
+        log = not console.is_terminal
+        progress = stack.enter_context(
+            Progress(*columns, console=console, transient=True, disable=log)
+        )
+        task = progress.add_task("asking", total=total, completed=done)
+        asked = stack.enter_context(closing(comparison.ask(concurrency)))
+        for count, cell in enumerate(asked, done + 1):
+            progress.update(task, completed=count, description=str(cell))
+            # A log takes no bar, and a run without a word looks as if it hung.
+            if log and count * 10 // total > (count - 1) * 10 // total:
+                console.print(f"{count} of {total} are asked.")
 
 
 def _write(report: Report, folder: Path, console: Console) -> None:
     (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    (folder / "report.md").write_text(markdown(report))
+    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     try:
         save_picture(report, folder / "report.png")
     except ImportError:
@@ -271,29 +283,36 @@ def _write(report: Report, folder: Path, console: Console) -> None:
 
 
 def _show(report: Report, folder: Path) -> None:
-    console = Console(highlight=False)
+    # A server's reason may have brackets, which are no markup.
+    console = Console(highlight=False, markup=False)
     console.print(report.title, style="bold")
-    for columns in (ANSWERS, CACHES):
+    for columns in TABLES.values():
         console.print(_table(columns, report))
+    # In a log a sentence is a line.
+    wide = not console.is_terminal
     for note in report.notes:
-        console.print(note)
+        console.print(note, soft_wrap=wide)
     style = "bold green" if report.recommendation.cell is not None else "bold red"
-    console.print(report.recommendation.sentence, style=style)
-    console.print(f"What each figure means is in {folder / 'report.md'}.")
+    console.print(report.recommendation.sentence, style=style, soft_wrap=wide)
+    console.print(f"What each figure means is in {folder / 'report.md'}.", soft_wrap=wide)
 
 
 def _table(columns: Sequence[Column], report: Report) -> Table:
-    table = Table(box=box.HORIZONTALS, header_style="bold")
+    table = Table(box=box.HORIZONTALS, header_style="bold", collapse_padding=True, pad_edge=False)
+    # Intervals are in the report: a terminal has no room for them.
+    rows = [[column.cell(s).partition(" [")[0] for column in columns] for s in report.summaries]
     for number, column in enumerate(columns):
-        table.add_column(column.name, justify="left" if number == 0 else "right")
+        # Headings may take two lines. A figure or a name must not: cake-chunk is not cake.
+        parts = [*column.name.split(), *(row[number] for row in rows)]
+        table.add_column(
+            column.name, justify="left" if number == 0 else "right", width=max(map(len, parts))
+        )
     beside = False
-    for summary in report.summaries:
+    for summary, row in zip(report.summaries, rows, strict=True):
         if summary.baseline and not beside:
             table.add_section()
             beside = True
-        # Intervals are in the report: a terminal has no room for them.
-        cells = [column.cell(summary).partition(" [")[0] for column in columns]
-        table.add_row(*cells, style="dim" if summary.baseline else None)
+        table.add_row(*row, style="dim" if summary.baseline else None)
     return table
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections import Counter
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +16,7 @@ from vllm_kvcompress.compare.report import Report
 from vllm_kvcompress.compare.summary import By, Summary, default_by, recommend, summarise, unbeaten
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.exposition import PREFIX, Metrics
+from vllm_kvcompress.exposition import PREFIX, Metrics, Refused
 
 
 class Comparison:
@@ -50,7 +50,7 @@ class Comparison:
         self._journal = Journal(folder, keep_text=keep_text)
         self._outcomes: list[Outcome] = []
         self._works: list[runner.Work] = []
-        self._refused: Counter[str] = Counter()
+        self._refused: dict[str, dict[str, str]] = {}
         self._before: Metrics | None = None
         self._kl = False
         self._settings: Mapping[str, Any] = {}
@@ -171,9 +171,7 @@ class Comparison:
 
     def _note(self, asked: runner.Asked) -> None:
         if asked.refusal is not None:
-            # A server may quote the prompt in its reason.
-            reason = f": {asked.refusal.reason}" if self._keep_text else ""
-            self._refused[f"status {asked.refusal.status}{reason}"] += 1
+            self._refused.setdefault(_why(asked.refusal), {})[asked.work.key] = asked.refusal.reason
         if asked.outcome is None:
             return
         self._journal.add(asked.outcome)
@@ -192,15 +190,20 @@ class Comparison:
 
     def _remarks(self, summaries: Sequence[Summary], complete: bool, by: By) -> list[str]:
         remarks = []
+        prompts = self.total // len(self._cells)
         if not complete:
             remarks.append(
                 f"This is not all: {self.done:,} of {self.total:,} are done. Figures are of those."
             )
-        remarks += [
-            f"The server refused {count:,} requests ({why}); they are in no figure."
-            + ("" if self._keep_text else " With --keep-text its reason is said.")
-            for why, count in self._refused.items()
-        ]
+        for why, reasons in self._refused.items():
+            # A server may quote the prompt in its reason.
+            said = "With --keep-text its reason is said."
+            if self._keep_text:
+                said = f"Its reason, of one of them: {next(iter(reasons.values()))}"
+            remarks.append(
+                f"The server refused {len(reasons):,} of {prompts:,} prompts ({why}); where it did,"
+                f" they are in no figure. {said}"
+            )
         asked = [s for s in summaries if s.asked]
         if asked and all(s.compressed is None for s in asked):
             remarks.append(
@@ -240,6 +243,12 @@ _KL = (
     "KL and top-1 are over the tokens up to and with the first that differs between two answers:"
     " behind it they would judge different texts. Where answers part early, that is few tokens."
 )
+
+
+def _why(refusal: Refused) -> str:
+    """What can be said of a refusal without its reason."""
+    long = re.search(r"maximum (context|model) length|max_model_len", refusal.reason)
+    return f"status {refusal.status}{', too long for its context' if long else ''}"
 
 
 def _sum(earlier: int | None, now: int | None) -> int | None:

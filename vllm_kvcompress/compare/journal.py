@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from pydantic import ValidationError
 
@@ -23,7 +25,10 @@ class Journal:
 
     ``run.json`` says what the run is about, ``journal.jsonl`` has an `Outcome` in each line, and
     ``texts.jsonl`` what was asked and answered, where that is to be kept. A line that was cut off
-    is taken away; whatever it was about is asked again.
+    is taken away; whatever it was about is asked again. Files have no buffer: what a full disk
+    did not take must not be tried again when they are closed.
+
+    Every method that writes raises ConfigError where the disk does not take it.
     """
 
     def __init__(self, folder: Path, *, keep_text: bool) -> None:
@@ -35,7 +40,7 @@ class Journal:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lines = (folder / LINES).open("a+b")
+            self._lines = (folder / LINES).open("a+b", buffering=0)
             self._texts = _private(folder / TEXTS) if keep_text else None
         except OSError as e:
             raise ConfigError(f"--out {folder} must be a folder to write in ({e})") from None
@@ -103,9 +108,9 @@ class Journal:
 
     def add(self, outcome: Outcome) -> None:
         """Write one line, down to the disk."""
-        self._lines.write(OUTCOME.dump_json(outcome) + b"\n")
-        self._lines.flush()
-        os.fsync(self._lines.fileno())
+        with self._writing():
+            _write_all(self._lines, OUTCOME.dump_json(outcome) + b"\n")
+            os.fsync(self._lines.fileno())
 
     @property
     def counted(self) -> int | None:
@@ -135,8 +140,10 @@ class Journal:
             "answers": item.answers,
             "text": text,
         }
-        self._texts.write(json.dumps(kept, ensure_ascii=False) + "\n")
-        self._texts.flush()
+        line = json.dumps(kept, ensure_ascii=False) + "\n"
+        with self._writing():
+            # Half a surrogate pair, which JSON may have and UTF-8 may not, as JSON's escape.
+            _write_all(self._texts, line.encode(errors="backslashreplace"))
 
     def _run(self) -> dict[str, Any] | None:
         path = self.folder / RUN
@@ -151,8 +158,19 @@ class Journal:
     def _save(self, run: Mapping[str, Any]) -> None:
         path = self.folder / RUN
         scratch = path.with_suffix(".new")
-        scratch.write_text(json.dumps(run, indent=2) + "\n")
-        scratch.replace(path)
+        with self._writing():
+            scratch.write_text(json.dumps(run, indent=2) + "\n")
+            scratch.replace(path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise ConfigError(
+                f"--out {self.folder} cannot be written ({e}); make room there, or give another"
+                " folder"
+            ) from None
 
     def outcomes(self) -> list[Outcome]:
         """All lines that are whole.
@@ -160,7 +178,6 @@ class Journal:
         Raises:
             ConfigError: one before the last is broken.
         """
-        self._lines.flush()
         self._lines.seek(0)
         found: list[Outcome] = []
         whole = 0
@@ -182,6 +199,13 @@ class Journal:
         return found
 
 
-def _private(path: Path) -> TextIO:
+def _write_all(file: FileIO, line: bytes) -> None:
+    """Write a line; a disk that is nearly full may take it in parts."""
+    while line:
+        line = line[file.write(line) :]
+
+
+def _private(path: Path) -> FileIO:
     """A file to write on that nobody else may read."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a")
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return FileIO(descriptor, "a")

@@ -52,6 +52,11 @@ def look(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) 
     """
     host = client.host
     status, _ = host.get("/health", _QUICK_S)
+    if 400 <= status < 500:
+        raise Unreachable(
+            f"{host.url}/health answered {status}; give the address of vLLM itself, and not that of"
+            " a gateway before it"
+        )
     if status != 200:
         raise Unreachable(f"{host.url}/health answered {status}; wait until the server is well")
     client = dataclasses.replace(client, model=_model(host))
@@ -87,7 +92,9 @@ def counted(host: Host) -> Metrics | None:
 def _model(host: Host) -> str:
     status, text = host.get("/v1/models", _QUICK_S)
     if status != 200:
-        hint = "; pass --api-key" if status == 401 else ""
+        hint = ""
+        if status in (401, 403):
+            hint = "; --api-key is not the server's" if host.key else "; pass --api-key"
         raise Unreachable(f"{host.url}/v1/models answered {status}: {error_message(text)}{hint}")
     try:
         return str(json.loads(text)["data"][0]["id"])
@@ -164,6 +171,8 @@ def _refused(cell: Cell, e: Refused) -> Exception:
     cure = ""
     if "kv_budget must be" in e.reason:
         cure = "; start it with other --kv-budget-bounds, or leave this budget out"
+    elif "chat template" in e.reason:
+        cure = " Every prompt is sent as a chat: start it with --chat-template"
     elif "kv_" in e.reason:
         cure = "; start it with --kv-allow-override all, or leave this out"
     return ConfigError(f"the server refuses {cell}: {e.reason}{cure}")

@@ -35,7 +35,8 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
             the line and never quotes it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a text in JSON may have U+2028 and other ends of lines in it.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--prompts {path} cannot be read as UTF-8 text ({e})") from None
     items = [
@@ -68,9 +69,15 @@ def keys(items: Sequence[Item]) -> list[str]:
 def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
     try:
         body = json.loads(line)
+        # What is sent has it a little deeper.
+        json.dumps([[[[body]]]])
+    except json.JSONDecodeError as e:
+        # The rule and the place, and nothing of the line.
+        raise ConfigError(f"{where} must be JSON, {_FORM}; {e.msg} (column {e.colno})") from None
     except ValueError as e:
-        # `e` has the place and the rule, and nothing of the line.
         raise ConfigError(f"{where} must be JSON, {_FORM}; {e}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} must be JSON, {_FORM}; it is nested too deep") from None
     if not isinstance(body, dict):
         raise ConfigError(f"{where} must be an object, {_FORM}; got {_kind(body)}")
     if changed := sorted(_CHANGES_THE_PROMPT & body.keys()):

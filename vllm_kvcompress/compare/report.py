@@ -1,6 +1,6 @@
 """What a comparison found, as a document: JSON, and the rows of its tables with their meaning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,7 +36,9 @@ class Report:
             "complete": self.complete,
             "recommendation": recommendation,
             "cells": [asdict(summary) for summary in self.summaries],
-            "meaning": {column.name: column.meaning for column in (*ANSWERS, *CACHES)},
+            "meaning": {
+                column.name: column.meaning for table in TABLES.values() for column in table
+            },
             "notes": list(self.notes),
             "settings": self.settings,
         }
@@ -78,7 +80,7 @@ def _milliseconds(full: float | None, other: float | None) -> str:
     return NONE if full is None or other is None else f"{full * 1e3:,.0f} -> {other * 1e3:,.0f}"
 
 
-ANSWERS = (
+_ANSWERS = (
     Column(name="method", meaning="What chooses the tokens.", cell=lambda s: s.method),
     Column(
         name="budget",
@@ -114,6 +116,10 @@ ANSWERS = (
         meaning="The same with the full cache, on the same prompts.",
         cell=lambda s: NONE if s.full_score is None else f"{s.full_score.mean:.3f}",
     ),
+)
+
+_BESIDE_FULL = (
+    *_ANSWERS[:2],
     Column(
         name="exact",
         meaning="Greedy answers that are the full cache's, token by token.",
@@ -125,10 +131,6 @@ ANSWERS = (
         " the prompts, with its 95 % interval.",
         cell=lambda s: _with_interval(s.similarity),
     ),
-)
-
-CACHES = (
-    *ANSWERS[:2],
     Column(
         name="parts at",
         meaning="Median of the tokens until an answer is another than the full cache's, of those"
@@ -152,6 +154,10 @@ CACHES = (
         " likely tokens that both tell and all others as one: a lower bound.",
         cell=lambda s: _with_interval(s.kl, 4),
     ),
+)
+
+_TIMES = (
+    *_ANSWERS[:2],
     Column(
         name="first token, ms",
         meaning="Median time to first token, full cache -> compressed, in this run, at its"
@@ -172,19 +178,29 @@ CACHES = (
     ),
 )
 
+TABLES: Mapping[str, Sequence[Column]] = {
+    "Answers": _ANSWERS,
+    "Beside the full cache's": _BESIDE_FULL,
+    "Times": _TIMES,
+}
+"""By title; each fits a terminal of 80 columns."""
+
+
+def meanings() -> dict[str, str]:
+    """What each figure means, by its name."""
+    return {column.name: column.meaning for table in TABLES.values() for column in table}
+
 
 def markdown(report: Report) -> str:
     """The report as a Markdown page."""
     parts = [f"# {report.title}", f"**{report.recommendation.sentence}**"]
     if report.notes:
         parts.append("\n".join(f"* {note}" for note in report.notes))
-    parts += [_table("Answers", ANSWERS, report.summaries)]
-    parts += [_table("Caches and times", CACHES, report.summaries)]
+    parts += [_table(title, columns, report.summaries) for title, columns in TABLES.items()]
     if any(summary.tasks for summary in report.summaries):
         parts.append(_by_task(report.summaries))
     parts.append("## What the figures mean")
-    meanings = {column.name: column.meaning for column in (*ANSWERS, *CACHES)}
-    parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings.items()))
+    parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
     if any(summary.baseline for summary in report.summaries):
         parts.append(BASELINES)
     parts.append(f"{METHOD} {_loss_sentence(report.recommendation)}")
@@ -237,4 +253,4 @@ def _by_task(summaries: Sequence[Summary]) -> str:
         )
         for name in names
     ]
-    return _table("Score by task (full cache)", [*ANSWERS[:2], *columns], summaries)
+    return _table("Score by task (full cache)", [*_ANSWERS[:2], *columns], summaries)

@@ -130,7 +130,11 @@ def recommend(summaries: Sequence[Summary], *, by: By, max_drop: float) -> Recom
             by=by, max_drop=max_drop, cell=best.cell, sentence=_may_run(best, by, max_drop)
         )
     if not judged:
-        sentence = "No recommendation: nothing that was asked is known to have been compressed."
+        sentence = (
+            "No recommendation: nothing that was asked is known to have been compressed."
+            if any(s.asked for s in summaries)
+            else "No recommendation: no prompt was answered."
+        )
         return Recommendation(by=by, max_drop=max_drop, cell=None, sentence=sentence)
     most = max(s.loss.independent for s in judged if s.loss)
     if unseen(most) > max_drop:
