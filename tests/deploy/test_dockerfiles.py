@@ -4,13 +4,11 @@ import os
 import re
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from build_context import copy_context
 from dockerfiles import stages
 from manifests import ROOT
 
@@ -73,20 +71,21 @@ def test_both_images_run_the_version_that_every_test_runs_on():
     assert f"vllm/vllm-openai:v{pinned[1]}\n" in tag
 
 
-@pytest.mark.parametrize("name", ["cpu", "dev", "docs", "peers", "tools"])
+@pytest.mark.parametrize("name", ["cpu", "dev", "docs", "peers", "pictures", "tools"])
 def test_every_pin_of_a_lock_has_a_hash(name):
     """Whatever else a lock may say would be installed without one."""
     text = (ROOT / "requirements" / f"{name}.lock").read_text()
     lines = [line for line in text.replace(" \\\n", " ").splitlines() if line[0] != "#"]
-    assert len(lines) > 20
+    assert len(lines) > 7
     pin = r"[a-z0-9-]+==[\w.+]+(\s+--hash=sha256:[0-9a-f]{64})+"
     assert not [line for line in lines if not re.fullmatch(pin, line)]
 
 
 def test_a_lock_is_never_installed_without_its_hashes():
-    commands = (ROOT / "Makefile").read_text() + (DOCKER / "install-cpu.sh").read_text()
-    installs = re.findall(r"^.*(?:-r|--requirement) .*(?:\.lock|\$<).*$", commands, re.MULTILINE)
-    assert len(installs) == 3  # setup, tools and docs, image
+    paths = [ROOT / "Makefile", DOCKER / "install-cpu.sh", DOCKER / "install-cuda.sh"]
+    commands = "".join(path.read_text() for path in paths).replace("\\\n", "")
+    installs = re.findall(r"^.*(?:-r|--requirement) .*$", commands, re.MULTILINE)
+    assert len(installs) == 4  # setup, tools and docs, both images
     assert all("--require-hashes" in line for line in installs), installs
 
 
@@ -137,44 +136,3 @@ def test_the_entrypoint_names_a_folder_that_cannot_be_written(tmp_path):
     assert "VLLM_API_KEY must hold a key or be unset" in done.stderr
     keyed = {**env, "PATH": path, "VLLM_API_KEY": "secret"}
     assert subprocess.run(command, env=keyed, capture_output=True).returncode == 0
-
-
-@pytest.fixture
-def beside_vllm(tmp_path):
-    """A Python that has vLLM and all else of ours, as the official image's has, but not us."""
-    folder = tmp_path / "python"
-    venv.create(folder, with_pip=False, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    ours = Path(sys.executable).parent.parent / site.relative_to(folder)
-    for found in ours.iterdir():
-        if "kvcompress" not in found.name:
-            (site / found.name).symlink_to(found)
-    (folder / "bin" / "vllm").symlink_to(Path(sys.executable).with_name("vllm"))
-    return folder, site
-
-
-def test_the_cuda_image_gets_the_plugin_and_nothing_else(beside_vllm, tmp_path):
-    python, site = beside_vllm
-    before = {path.name for path in site.iterdir()}
-    (tmp_path / "src").mkdir()
-    env = {**os.environ, "PYTHON": str(python / "bin" / "python"), "HOME": str(tmp_path)}
-    step = copy_context(tmp_path / "src") / "docker" / "install-cuda.sh"
-    done = subprocess.run([step], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    new = {path.name for path in site.iterdir()} - before
-    assert {name.partition("-")[0] for name in new} == {"vllm_kvcompress", "kvcompress_kernels"}
-    assert (python / "bin" / "kvcompress").is_file()
-
-    # its last step, on an image with another vLLM and without the plugin's command
-    (metadata,) = site.glob("vllm-0*.dist-info")
-    text = (metadata / "METADATA").read_text()
-    metadata.unlink()
-    (site / "vllm-0.40.0.dist-info").mkdir()
-    other = site / "vllm-0.40.0.dist-info" / "METADATA"
-    other.write_text(text.replace("Version: 0.32.0+cpu", "Version: 0.40.0"))
-    (python / "bin" / "kvcompress").unlink()
-    verify = [python / "bin" / "python", DOCKER / "verify.py", "cuda"]
-    done = subprocess.run(verify, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "vllm-kvcompress needs vllm<0.34,>=0.31, got 0.40.0" in done.stderr
-    assert "the command `kvcompress` must lie beside" in done.stderr

@@ -16,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dockerfiles import stages
+from fake_vllm import FakeVllm, write_prompts
 from image_root import ImageRoot, first_process
+from loopback import server
 from manifests import ROOT
 from vllm_kvcompress.demo.server import free_port
 from vllm_kvcompress.demo.text import english
@@ -79,6 +81,21 @@ def test_any_user_of_group_0_may_run_it(image, tmp_path):
     assert said.split()[-1] == "3.0"
     for path in (image.path / "scratch").iterdir():  # another user starts next
         shutil.rmtree(path)
+
+
+def test_compare_runs_in_it_and_draws(image, tmp_path):
+    """As the runbook has it: prompts and report in /scratch, the root file system read-only."""
+    scratch = image.path / "scratch"
+    write_prompts(scratch / "mine.jsonl", range(4))
+    with server(FakeVllm()) as url:
+        command = ["kvcompress", "compare", "--url", url, "--prompts", "/scratch/mine.jsonl"]
+        flags = ["--out", "/scratch/compare", "--methods", "snapkv", "--budgets", "0.2"]
+        status, said = run(image, [*command, *flags], tmp_path / "log")
+    assert status == 1, said
+    assert "It takes 149." in said
+    assert (scratch / "compare" / "report.png").read_bytes().startswith(b"\x89PNG")
+    for path in scratch.iterdir():  # another process starts next
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_start_answer_health_drain_and_end(image, tmp_path):

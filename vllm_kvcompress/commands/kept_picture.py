@@ -15,8 +15,8 @@ def require_matplotlib() -> None:
     """Raise ConfigError, with what to install, where no picture can be drawn."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
-            "a picture needs matplotlib; run pip install matplotlib, or pip install '.[explain]' in"
-            " the plugin's source folder, or leave --picture out for the text alone"
+            "a picture needs matplotlib; run pip install matplotlib, or pip install '.[pictures]'"
+            " in the plugin's source folder, or leave --picture out for the text alone"
         )
 
 
