@@ -69,11 +69,16 @@ def better(pairs: Pairs, key: tuple[str, str], budgets: Sequence[float]) -> str:
                 continue
             if name == "needles_answered" and line["needles"] != ours[0]["needles"]:
                 continue
-            if all(one[name] is not None and sign * line[name] > sign * one[name] for one in ours):
+            if all(one[name] is not None and _exceeds(line[name], one[name], sign) for one in ours):
                 won.append(f"{budget:g}")
         if won:
             said.append(f"{'needles' if name != 'kl' else 'KL'} at {', '.join(won)}")
     return "; ".join(said)
+
+
+def _exceeds(theirs: float, ours: float, sign: int) -> bool:
+    """Whether a press is better by more than the rounding of two transformers."""
+    return sign * (theirs - ours) > 1e-3 * abs(ours)
 
 
 def markdown(results: Mapping[str, Any]) -> str:
