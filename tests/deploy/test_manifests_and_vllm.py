@@ -82,7 +82,9 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
             assert not settings.enabled
             assert settings.active
             assert "snapkv" in settings.allow_override
+            assert settings.usage
             continue
+        assert not settings.usage
         assert settings.compress == "cake-chunk"
         assert settings.budget == (0.3 if name == "example" else 0.2)
         # a client can step out at once, and ask for no other method

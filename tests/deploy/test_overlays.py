@@ -85,7 +85,8 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     edit(
         site,
         "- MODEL=Qwen/Qwen3-8B",
-        "- MODEL=team/model\n      - KV_COMPRESS=snapkv\n      - KV_ALLOW_OVERRIDE=off,h2o",
+        "- MODEL=team/model\n      - KV_COMPRESS=snapkv\n      - KV_ALLOW_OVERRIDE=off,h2o\n"
+        "      - KV_USAGE=--no-kv-usage",
     )
     edit(site, "value: 100Gi #", "value: 200Gi #")
     if stands_on == "tensor-parallel":
@@ -122,9 +123,12 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     assert container(canary)["resources"] == container(deployment)["resources"]
     assert pods(canary)[0]["spec"]["runtimeClassName"] == "nvidia"
     asked = [one(objects, "ConfigMap", "settings")["data"] for objects in (deployment, canary)]
-    methods = [(data["KV_COMPRESS"], data["KV_ALLOW_OVERRIDE"]) for data in asked]
+    names = ("KV_COMPRESS", "KV_ALLOW_OVERRIDE", "KV_USAGE")
     asked_for = "off,cake-chunk,cake,snapkv,streamingllm,random"
-    assert methods == [("snapkv", "off,h2o"), ("off", asked_for)]
+    assert [tuple(data[name] for name in names) for data in asked] == [
+        ("snapkv", "off,h2o", "--no-kv-usage"),
+        ("off", asked_for, "--kv-usage"),
+    ]
     # pods ask no hub, and the Job asks it all the same
     assert one(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
     assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
