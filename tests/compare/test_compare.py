@@ -158,6 +158,12 @@ def test_a_table_fits_a_terminal_and_no_name_is_cut(asked, monkeypatch):
     assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == 3
 
 
+def test_a_model_of_any_name_is_told_and_drawn(asked, fake, tmp_path):
+    fake.pages["/v1/models"] = 200, json.dumps({"data": [{"id": "[/b] $\\frac$"}]})
+    assert "on [/b] $\\frac$: 10 prompts" in asked().out
+    assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+
+
 def test_a_log_says_how_far_it_is(asked):
     said = [line for line in asked().err.splitlines() if line.endswith("are asked.")]
     assert said == [f"{count} of 40 are asked." for count in range(4, 41, 4)]

@@ -1,5 +1,6 @@
 """What ``kvcompress compare`` says where it cannot go on: a sentence, and what was done is kept."""
 
+import contextlib
 import json
 import sys
 
@@ -219,6 +220,17 @@ def test_an_answer_that_is_no_stream(asked, fake, monkeypatch):
     done = asked()
     assert done.status == 2
     assert "is it a vLLM server?" in one_sentence(done)
+
+
+def test_a_server_of_our_own_that_is_lost(compare, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "vllm_kvcompress.compare.server.start", lambda *_: contextlib.nullcontext(fake.url)
+    )
+    fake.fail_from = 3
+    (tmp_path / "config.json").write_text("{}")
+    done = compare("--model", ".", "--tasks", "niah-single", "--length", 400, "--count", 3, *CELLS)
+    assert done.status == 2
+    assert one_sentence(done).endswith(" from there. The server's log is out/server.log.")
 
 
 def test_a_server_of_our_own_that_does_not_start(compare, tmp_path, monkeypatch):

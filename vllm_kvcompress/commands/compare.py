@@ -28,6 +28,7 @@ from vllm_kvcompress.policies.base import choose
 from vllm_kvcompress.policies.presets import PRESETS
 
 _INTERRUPTED = 130
+_LOG = "server.log"
 _BASELINES = ("streamingllm", "random")
 """What a method has to beat: neither reads the prompt."""
 _LETTERS_PER_TOKEN = 4
@@ -183,6 +184,8 @@ def run(request: Request, *, as_json: bool) -> None:
     done = f"{comparison.done} of {comparison.total} are done and kept in {request.out}; the same"
     done += " command goes on from there."
     if lost is not None:
+        if request.model is not None:
+            done += f" The server's log is {request.out / _LOG}."
         console.print(f"kvcompress: error: {str(lost).removesuffix('.')}. {done}")
         raise SystemExit(2)
     if interrupted:
@@ -202,7 +205,7 @@ def _server(request: Request, cells: Sequence[Cell], console: Console) -> Iterat
         yield request.url
         return
     assert request.model is not None
-    log = request.out / "server.log"
+    log = request.out / _LOG
     console.print(f"Starting vllm serve {request.model}; its log is {log} ...")
     with server.start(request.model, request.arguments, cells, log) as url:
         yield url

@@ -61,7 +61,7 @@ def save_picture(report: Report, path: Path) -> None:
     axes.grid(color=_RULE, linewidth=0.5)
     for spine in axes.spines.values():
         spine.set(color=_RULE)
-    axes.set_title(report.title, size=11, color=_INK, loc="left")
+    axes.set_title(report.title, size=11, color=_INK, loc="left", parse_math=False)
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, format="png")
 
