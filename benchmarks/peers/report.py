@@ -19,8 +19,28 @@ def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
         groups[result.side, result.method, result.budget].append(result)
     return [
         {"side": side, "method": method, "budget": budget, **summary(group)}
+        | ({"ours": best_of_ours(results, group)} if side == KVPRESS and method != FULL else {})
         for (side, method, budget), group in groups.items()
     ]
+
+
+def best_of_ours(results: Sequence[Result], group: Sequence[Result]) -> dict[str, Any]:
+    """Most needles that a method of ours answers, and its least KL, on a press's own prompts.
+
+    Args:
+        group: of one press at one budget, which may have been run on fewer prompts than ours.
+    """
+    asked, budget = {result.prompt for result in group}, group[0].budget
+    of: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        if (result.side, result.budget) == (OURS, budget) and result.prompt in asked:
+            of[result.method].append(result)
+    made = [summary(each) for method, each in of.items() if method != FULL]
+    known = [each["kl"] for each in made if each["kl"] is not None]
+    return {
+        "needles_answered": max((each["needles_answered"] for each in made), default=0),
+        "kl": min(known, default=None),
+    }
 
 
 def summary(group: Sequence[Result]) -> dict[str, Any]:
@@ -54,22 +74,14 @@ def paired(lines: Sequence[Mapping[str, Any]]) -> Pairs:
 
 
 def better(pairs: Pairs, key: tuple[str, str], budgets: Sequence[float]) -> str:
-    """Where a press is better than every method of ours: the measure and the budgets."""
+    """Where a press is better than every method of ours on the same prompts: measure, budgets."""
     said = []
     for name, sign in (("needles_answered", 1), ("kl", -1)):
         won = []
         for budget in budgets:
-            line = pairs[key].get(budget)
-            ours = [
-                made[budget]
-                for (side, method), made in pairs.items()
-                if side == OURS and method != FULL and budget in made
-            ]
-            if line is None or line[name] is None or not ours:
-                continue
-            if name == "needles_answered" and line["needles"] != ours[0]["needles"]:
-                continue
-            if all(one[name] is not None and _exceeds(line[name], one[name], sign) for one in ours):
+            line = pairs[key].get(budget, {})
+            theirs, ours = line.get(name), line.get("ours", {}).get(name)
+            if theirs is not None and ours is not None and _exceeds(theirs, ours, sign):
                 won.append(f"{budget:g}")
         if won:
             said.append(f"{'needles' if name != 'kl' else 'KL'} at {', '.join(won)}")

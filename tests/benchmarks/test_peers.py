@@ -216,7 +216,7 @@ def pairs() -> list[dict[str, object]]:
         result(),
         result(prompt="text0", answered=None, kl=(0.2, 0.4)),
         result(side=exchange.KVPRESS, method="SnapKV", answered=False, note="a note"),
-        result(side=exchange.KVPRESS, method="SnapKV", prompt="t", answered=None, kl=(0.1,)),
+        result(side=exchange.KVPRESS, method="SnapKV", prompt="text0", answered=None, kl=(0.1,)),
         result(side=exchange.VLLM, method="fp8", budget=0.5),
     ]
     return summaries(lines)
@@ -227,6 +227,18 @@ def test_a_press_that_is_better_is_said_to_be():
     assert found["ours", "snapkv"][0.1]["kl"] == pytest.approx(0.3)
     assert better(found, ("kvpress", "SnapKV"), [0.1]) == "KL at 0.1"
     assert better(found, ("ours", "snapkv"), [0.1]) == ""
+
+
+def test_a_press_is_compared_on_its_own_prompts_and_beyond_rounding():
+    replayed = {"side": exchange.KVPRESS, "method": "KVzip"}
+    lines = [
+        result(prompt="a"),
+        result(prompt="b", answered=False),
+        result(prompt="text0", answered=None, kl=(0.3,)),
+        result(**replayed, prompt="b"),
+        result(**replayed, prompt="text0", answered=None, kl=(0.29999,)),
+    ]
+    assert better(paired(summaries(lines)), ("kvpress", "KVzip"), [0.1]) == "needles at 0.1"
 
 
 def test_the_report_has_every_method_its_notes_and_its_origin(tmp_path):
