@@ -130,7 +130,9 @@ def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
 
 @pytest.mark.engine
 def test_vllm_refuses_a_wrong_setting(rendered, capsys):
-    argv = [argument.replace("=cake-chunk", "=cake-chunks") for argument in arguments(rendered["gpu"])]
+    argv = [
+        argument.replace("=cake-chunk", "=cake-chunks") for argument in arguments(rendered["gpu"])
+    ]
     with pytest.raises(SystemExit, match="2"):
         parsed(argv)
     assert "cake-chunk" in capsys.readouterr().err

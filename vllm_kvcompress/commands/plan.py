@@ -98,7 +98,9 @@ def ask(
     """
     checked = CompressionConfig.parse(with_method(settings))
     if not checked.active:
-        raise ConfigError(f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}")
+        raise ConfigError(
+            f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
+        )
     if device not in _BLOCK:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
     if device != "cuda" and gpu_gib is not None:
