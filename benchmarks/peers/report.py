@@ -108,7 +108,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         "Needles answered, of those that the full cache answers. KL: nats per token from the full"
         " cache's distributions, along its own text. Cache: bytes held after compression, of the"
         f" full cache's, at {budgets[-1]:g}. Step: a decode step in transformers at"
-        f" {budgets[-1]:g}, in ms.",
+        f" {budgets[-1]:g}, in ms. Ours are all presets but h2o and d2o, beside which no press"
+        " stands.",
         "",
         _row(
             [
@@ -182,7 +183,7 @@ def _vllm(pairs: Pairs) -> list[str]:
         return []
     out = [
         "In vLLM's engine: its fp8 cache takes half of a 16-bit one. A step is a lone request's"
-        " after the longest text.",
+        " after the longest text, in one run: small differences have no order.",
         "",
         _row(["", "memory", "needles", "KL", "step, ms"]),
         _row(["---", *["---:"] * 4]),

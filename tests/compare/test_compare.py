@@ -15,7 +15,8 @@ def asked(compare, fake, tmp_path):
     """Compare ten prompts; further flags may follow."""
 
     def asking(*more, numbers=range(10)):
-        write_prompts(tmp_path / "mine.jsonl", numbers)
+        if numbers is not None:
+            write_prompts(tmp_path / "mine.jsonl", numbers)
         return compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS, *more)
 
     return asking
@@ -151,6 +152,26 @@ def test_copies_of_a_prompt_are_asked_and_tell_no_more_than_one(asked, tmp_path)
     assert "No recommendation: 1 independent prompt can show no drop" in done.out
 
 
+def test_a_run_does_not_go_on_with_other_answers_or_on_another_server(asked, fake, tmp_path):
+    """Figures of both would stand side by side, and nothing would say so."""
+    asked()
+    journal = tmp_path / "out" / "journal.jsonl"
+    before, least = journal.read_bytes(), fake.least
+    fake.least += 1
+    done = asked()
+    assert (done.status, "another server settings" in done.err) == (2, True), done.err
+    fake.least = least
+    assert asked().status == 1
+    mine = tmp_path / "mine.jsonl"
+    write_prompts(mine, range(10))
+    bodies = [json.loads(line) for line in mine.read_text().splitlines()]
+    corrected = [{**body, "answer": "another"} for body in bodies]
+    mine.write_text("".join(json.dumps(body) + "\n" for body in corrected))
+    done = asked(numbers=None)
+    assert (done.status, "another prompts" in done.err) == (2, True), done.err
+    assert journal.read_bytes() == before
+
+
 def test_a_table_fits_a_terminal_and_no_name_is_cut(asked, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     tables = [line for line in asked().out.splitlines() if line.startswith(" ")]
@@ -187,6 +208,7 @@ def test_built_in_tasks(compare, fake, tmp_path):
     assert done.status == 1, done.err
     assert cells(report(tmp_path))["cake", 0.2]["asked"] == 4
     assert set(cells(report(tmp_path))["cake", 0.2]["tasks"]) == {"niah-single", "key-values"}
+    assert "4 independent prompts can show" in done.out, "a text is asked one question"
     began = [b for b in fake.prompts if b["messages"][-1]["role"] == "assistant"]
     assert began
     assert all(b["continue_final_message"] and not b["add_generation_prompt"] for b in began)

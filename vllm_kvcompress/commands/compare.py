@@ -236,6 +236,8 @@ def _built_in(
         seed=request.seed,
         question=request.question,
         count_tokens=counting,
+        # What several questions about one text lose together counts once in the recommendation.
+        questions_per_text=1,
     )
 
 

@@ -99,11 +99,13 @@ class Comparison:
         if by == "score" and not any(item.answers for item in items):
             raise ConfigError("--by score needs prompts with an answer, and none has one")
         keys = prompts.keys(items)
-        digest = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
+        # An answer that was corrected would be scored beside the old one's scores.
+        told = sorted(f"{key} {item.answers}" for key, item in zip(keys, items, strict=True))
+        digest = hashlib.sha256("\n".join(told).encode(errors="backslashreplace")).hexdigest()
         self._settings = {
             **settings,
             "prompts": digest,
-            "min_prompt": self._served.min_prompt,
+            "server settings": dict(self._served.settings),
             "top_logprobs": self._served.client.top if kl else 0,
         }
         self._take(self._journal.open(self._settings, self._named, self._baselines))
@@ -212,8 +214,8 @@ class Comparison:
             )
         whole = [str(s.cell) for s in asked if s.compressed == 0 and not s.baseline]
         if whole:
-            least = self._served.min_prompt
-            short = "" if least is None else f" Prompts below {least:,} tokens are."
+            least = self._served.settings.get("min_prompt")
+            short = "" if least is None else f" Prompts below {int(least):,} tokens are."
             remarks.append(
                 f"WARNING: nothing was compressed by {', '.join(whole)}: the server left every"
                 f" prompt whole.{short} Lower --kv-min-prompt there, or take longer prompts."

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_kvcompress.compare.client import FULL, Cell, Client
@@ -19,6 +19,8 @@ _TINY = Item(
     answers=(),
     max_tokens=4,
 )
+_DECISIVE = ("method", "window", "min_prompt", "min_output", "pressure")
+"""Settings of a server that decide what a request is answered, whatever it asks for itself."""
 _NO_SUCH = Cell(method="no-such-method")
 
 
@@ -28,13 +30,13 @@ class Served:
 
     Args:
         client: to ask it with.
-        min_prompt: tokens from which on it compresses a prompt; None where it does not say.
+        settings: of it, those that change what an answer is; none where it does not say.
         baselines: of the cells that were to stand beside, those that it takes.
         notes: what the report must say of it, a sentence each.
     """
 
     client: Client
-    min_prompt: int | None
+    settings: Mapping[str, str]
     baselines: Sequence[Cell]
     notes: Sequence[str]
 
@@ -75,7 +77,7 @@ def look(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) 
         )
     return Served(
         client=client,
-        min_prompt=int(info["min_prompt"]) if info and "min_prompt" in info else None,
+        settings={name: info[name] for name in _DECISIVE if info and name in info},
         baselines=taken,
         notes=notes,
     )
