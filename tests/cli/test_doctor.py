@@ -14,6 +14,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.policies.presets import RECOMMENDED
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -70,7 +71,7 @@ def test_a_real_model_is_well(explained):
 
 
 def plan_of(tokens: int, budget: float):
-    settings = CompressionConfig.parse({"compress": "cake", "budget": budget})
+    settings = CompressionConfig.parse({"compress": RECOMMENDED, "budget": budget})
     plan = page_plan(settings.prompt(30, tokens), 128)
     assert plan is not None
     return plan
@@ -80,7 +81,7 @@ def test_what_it_explains_is_exactly_what_was_planned(explained):
     kept = json.loads(explained[0].stdout)["kept"]
     plan = plan_of(2000, 0.2)
     assert sum(kept["kept_tokens"]) == plan.pages * 128 + 30 * plan.tail
-    assert (kept["method"], kept["budget"], kept["prompt_tokens"]) == ("cake", 0.2, 2000)
+    assert (kept["method"], kept["budget"], kept["prompt_tokens"]) == (RECOMMENDED, 0.2, 2000)
     assert len(set(kept["kept_tokens"])) > 1  # CAKE gives layers different shares
     assert len(kept["share"]) == 30
     for tokens, share in zip(kept["kept_tokens"], kept["share"], strict=True):

@@ -110,7 +110,8 @@ def test_vllm_takes_their_arguments(name, rendered, demo_model):
 
 @pytest.mark.parametrize("name", ["gpu", "canary"])
 def test_litellms_names_stand_for_what_the_pods_allow(rendered, name):
-    given = dict(a[5:].split("=", 1) for a in arguments(rendered[name]) if a[:5] == "--kv-")
+    valued = [a[5:] for a in arguments(rendered[name]) if a.startswith("--kv-") and "=" in a]
+    given = dict(a.split("=", 1) for a in valued)
     pods = CompressionConfig.parse({k.replace("-", "_"): v for k, v in given.items()})
     asked = {}
     for entry in LITELLM:
