@@ -93,7 +93,12 @@ def test_a_folder_that_is_none(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "is broken"), (json.dumps({"version": 7}), "of another version"), (None, "no run.json")],
+    [
+        ("{", "is broken"),
+        ("[]", "it must be an object"),
+        (json.dumps({"version": 7}), "of another version"),
+        (None, "no run.json"),
+    ],
 )
 def test_what_the_run_was_about_is_lost(left, text, said):
     (left / "run.json").unlink() if text is None else (left / "run.json").write_text(text)

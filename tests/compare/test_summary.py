@@ -1,5 +1,7 @@
 """From outcomes to figures, and which cell may be run."""
 
+import random
+
 import pytest
 
 from outcomes import outcome
@@ -77,6 +79,18 @@ def test_the_smallest_budget_within_and_of_two_the_better():
     best = recommend(found, by="score", max_drop=0.02)
     assert best.cell == LARGE
     assert best.sentence.startswith("Run snapkv 0.5, which keeps 20.0% of the tokens: its loss")
+
+
+def test_the_order_of_answers_does_not_matter():
+    """Not to the last bit of an interval: an interrupted run has other prompts in flight."""
+    answers = [
+        outcome(f"p{n}", score=n % 3 / 2, exact=n % 3 == 2, similarity=n / 40, kl=1 / (n + 1))
+        for n in range(40)
+    ]
+    (want,) = summaries(*answers, cells=[SNAP])
+    random.Random(0).shuffle(answers)
+    (found,) = summaries(*answers, cells=[SNAP])
+    assert found == want
 
 
 def test_none_within():

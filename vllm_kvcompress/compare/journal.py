@@ -149,6 +149,8 @@ class Journal:
         path = self.folder / RUN
         try:
             run: dict[str, Any] = json.loads(path.read_text())
+            if not isinstance(run, dict):
+                raise ValueError("it must be an object")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as e:

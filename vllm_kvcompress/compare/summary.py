@@ -103,7 +103,8 @@ def summarise(
     """
     tells = any(outcome.kept_tokens is not None for outcome in outcomes)
     by_cell: dict[Cell, list[Outcome]] = {}
-    for outcome in outcomes:
+    # In one order, whatever came first: a run that was interrupted has the same intervals.
+    for outcome in sorted(outcomes, key=lambda each: each.key):
         by_cell.setdefault(outcome.cell, []).append(outcome)
     return [
         replace(
