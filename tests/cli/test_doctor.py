@@ -12,7 +12,7 @@ from vllm.v1.core.block_pool import BlockPool
 from broken_sites import WITHOUT_VLLM, broken, without
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
-from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
+from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.presets import RECOMMENDED
 
@@ -167,7 +167,7 @@ def test_a_worker_that_packs_nothing_is_found(examined, tiny, monkeypatch):
 
 
 def test_a_scheduler_that_plans_nothing_is_found(examined, tiny, monkeypatch):
-    monkeypatch.setattr(CompressedManager, "_plan_of", lambda self, request_id: None)
+    monkeypatch.setattr(Planner, "plan_of", lambda self, request_id: None)
     found = checks(examined("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
     assert not found["blocks"]["ok"]

@@ -102,7 +102,7 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         llm.settle()
         assert len(llm.scheduler.usage_notes) == 0
         packed = llm.compressor.compressed
-        admitted = len(llm.manager.admissions._decisions)
+        admitted = len(llm.manager.planner.admissions._decisions)
         seen = samples()
     skipped = {k[1]: v for k, v in seen.items() if k[0] == "skipped_requests_total"}
     planned = sum(v for k, v in seen.items() if k[0] == "planned_requests_total")

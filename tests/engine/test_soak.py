@@ -166,13 +166,13 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         assert llm.free_blocks == free
         manager, compressor = llm.manager, llm.compressor
         left = [
-            *(manager._settled, manager._packed, manager._cacheable, manager._planned),
+            *(manager.planner._settled, manager._packed, manager._cacheable, manager._planned),
             *(manager._observe, compressor._prefills, compressor.pool._slots),
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
         ]
         assert not any(left), left
         gc.collect()
-        assert not manager.admissions._decisions
+        assert not manager.planner.admissions._decisions
         cuts = {request_id: list(at) for request_id, at in resumed.items()}
         # vLLM itself grows until everything was used once; from then on nothing may
         for _ in range(2):

@@ -28,7 +28,11 @@ from kvcompress_kernels.value_norms import value_norms
 from kvcompress_kernels.value_scores import triton as value_scores_triton
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import triton as window_scores_triton
-from kvcompress_kernels.window_scores import window_scores, window_scores_of_layers
+from kvcompress_kernels.window_scores import (
+    window_scores,
+    window_scores_of_layers,
+    window_scores_of_rows,
+)
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
@@ -105,8 +109,18 @@ CALLS = {
         window_scores_of_layers([QUERY] * 3, K, TABLES, 200, 0.1, variance=more, maximum=more)
         for more in (False, True)
     ],
+    "window_scores_of_rows": lambda: [
+        window_scores_of_rows(
+            *(torch.stack([QUERY] * 3), K, TABLES, 200, 0.1),
+            lengths=on_device(3),
+            variance=more,
+            maximum=more,
+            pooled=more,
+        )
+        for more in (False, True)
+    ],
 }
-BEHIND_AN_OP = {"run", "run_layers", "chunks"}
+BEHIND_AN_OP = {"run", "run_rows", "chunks"}
 
 
 def functions(module):

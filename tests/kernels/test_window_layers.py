@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from kvcompress_kernels.window_scores import reference as window_scores_ref
-from kvcompress_kernels.window_scores import window_scores, window_scores_of_layers
+from kvcompress_kernels.window_scores import (
+    window_scores,
+    window_scores_of_layers,
+    window_scores_of_rows,
+)
 from paging import paged_keys
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +56,36 @@ def test_layers_get_what_they_get_alone(tokens, dtype, interleave):
                     continue
                 assert torch.equal(values[0], values[1]), name
                 torch.testing.assert_close(values[0], values[2], **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("lengths", "pooled"),
+    [([9, 37, 16, 40], False), ([1030, 9, 1024, 1025], False), ([70, 9, 33, 64], True)],
+    ids=["short", "of two spans", "pooled"],
+)
+def test_rows_of_other_lengths_get_what_they_get_alone(lengths, pooled, dtype):
+    """Bit for bit; 0 where a row has no token, and no page behind its length is read."""
+    w, most = 8, max(lengths) + 5
+    queries, cache, pages = prompt(len(lengths), most, 6, 2, 16, 16, w, dtype)
+    for row, length in enumerate(lengths):
+        pages[row, -(-length // 16) :] = len(cache) + 1000
+    asked = {"variance": True, "maximum": True, "pooled": pooled}
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    together = window_scores_of_rows(
+        torch.stack(queries), cache, pages, most, 0.3, lengths=counts, **asked
+    )
+    for row, length in enumerate(lengths):
+        own = pages[row, : -(-length // 16)]
+        alone = window_scores(queries[row], cache, own, length, 0.3, **asked)
+        got = together.row(row)
+        for name in ("total", "variance", "last", "maximum"):
+            want, found = getattr(alone, name), getattr(got, name)
+            assert torch.equal(found[:, : want.shape[1]], want), name
+            assert not found[:, want.shape[1] :].any(), name
+        assert torch.equal(got.recent, alone.recent)
+        torch.testing.assert_close(got.entropy, alone.entropy, **close)
+        torch.testing.assert_close(got.shift, alone.shift, **close)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +183,13 @@ def test_shapes_are_checked(change, message):
     window_scores_of_layers(**GOOD, scale=1.0, variance=True)
     with pytest.raises(ValueError, match=message):
         window_scores_of_layers(**GOOD | change, scale=1.0, variance=True)
+
+
+@pytest.mark.parametrize(
+    "lengths", [torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)]
+)
+def test_lengths_are_checked(lengths):
+    given = {**GOOD, "query": torch.stack(GOOD["queries"])}
+    del given["queries"]
+    with pytest.raises(ValueError, match=r"lengths must be \[2\] int32"):
+        window_scores_of_rows(**given, scale=1.0, variance=True, lengths=lengths)

@@ -8,7 +8,12 @@ from kvcompress_kernels import contract
 from kvcompress_kernels.contract import check_floats, check_pages, require
 from kvcompress_kernels.window_scores.result import WindowScores
 
-__all__ = ["WindowScores", "window_scores", "window_scores_of_layers"]
+__all__ = [
+    "WindowScores",
+    "window_scores",
+    "window_scores_of_layers",
+    "window_scores_of_rows",
+]
 
 
 def window_scores(
@@ -84,9 +89,53 @@ def window_scores_of_layers(
     """
     name = "window_scores"
     require(len(queries) > 0, name, "there must be a layer", len(queries))
-    w, heads, dim = queries[0].shape
     alike = {(tuple(query.shape), query.dtype) for query in queries}
     require(len(alike) == 1, name, "the layers' queries must have one shape and dtype", alike)
+    stacked = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
+    scores = window_scores_of_rows(
+        *(stacked, key_pages, pages, tokens, scale),
+        variance=variance,
+        maximum=maximum,
+        pooled=pooled,
+    )
+    return [scores.row(index) for index in range(len(queries))]
+
+
+def window_scores_of_rows(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    *,
+    lengths: torch.Tensor | None = None,
+    variance: bool,
+    maximum: bool = False,
+    pooled: bool = False,
+) -> WindowScores:
+    """`window_scores` of N rows at once, layers of one request or of several, stacked.
+
+    Rows may differ in length, and the host need not know how long they are. What a row has no
+    token for is 0 in `total`, `variance`, `last` and `maximum`: the first lie behind its past,
+    ``lengths[r] - w`` columns, the others behind its last token.
+
+    Args:
+        query: ``[N, w, Hq, D]``.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order; those behind its
+            length are not read.
+        tokens: the length of every row, or where there are `lengths` one that none exceeds.
+        lengths: ``[N]`` int32: w < length <= tokens (unchecked: checking would sync).
+
+    Returns:
+        As `window_scores`, with a leading N.
+
+    Raises:
+        ValueError: as `window_scores`, or there is no row.
+    """
+    name = "window_scores"
+    require(query.dim() == 4, name, "query must be [N, w, Hq, D]", tuple(query.shape))
+    rows, w, heads, dim = query.shape
+    require(rows > 0, name, "there must be a row", rows)
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", key_pages.shape)
     check_floats(name, "key_pages", key_pages)
     require(key_pages.shape[2] == dim, name, f"key_pages must have head dim {dim}", key_pages.shape)
@@ -95,14 +144,13 @@ def window_scores_of_layers(
     require(0 < w < tokens, name, "0 < window < tokens must hold", (w, tokens))
     require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
     require(maximum or not pooled, name, "pooled is of a maximum; ask for that too", maximum)
-    check_pages(name, pages, tokens, key_pages.shape[3], len(queries))
-    if contract.triton_takes(queries[0]):
-        from kvcompress_kernels.window_scores.triton import run_layers
-
-        return run_layers(queries, key_pages, pages, tokens, scale, variance, maximum, pooled)
-    from kvcompress_kernels.window_scores.reference import run
-
-    return [
-        run(query, key_pages, layer, tokens, scale, variance, maximum, pooled)
-        for query, layer in zip(queries, pages, strict=True)
-    ]
+    check_pages(name, pages, tokens, key_pages.shape[3], rows)
+    if lengths is not None:
+        right = lengths.shape == (rows,) and lengths.dtype == torch.int32
+        got = tuple(lengths.shape), lengths.dtype
+        require(right, name, f"lengths must be [{rows}] int32", got)
+    if contract.triton_takes(query):
+        from kvcompress_kernels.window_scores.triton import run_rows
+    else:
+        from kvcompress_kernels.window_scores.reference import run_rows
+    return run_rows(query, key_pages, pages, tokens, scale, lengths, variance, maximum, pooled)

@@ -5,6 +5,8 @@ stored logits, ``Hq * w * S`` float32, once more and reduces them over the windo
 temporaries inside the processor's cache.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn.functional import pad
 
@@ -81,6 +83,49 @@ def run(
         return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last, most)
     spread /= w - 1
     return WindowScores(total, spread, entropy, spread.sum(), recent, last, most)
+
+
+def run_rows(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    lengths: torch.Tensor | None,
+    variance: bool,
+    maximum: bool,
+    pooled: bool,
+) -> WindowScores:
+    """Row by row; what a shorter row has no token for is 0."""
+    block = key_pages.shape[3]
+    every = [tokens] * len(query) if lengths is None else lengths.tolist()
+    found: list[WindowScores] = []
+    for asked, own, length in zip(query, pages, every, strict=True):
+        used = own[: -(-length // block)]
+        scores = run(asked, key_pages, used, length, scale, variance, maximum, pooled)
+        behind = 0, tokens - length
+        found.append(
+            scores._replace(
+                total=pad(scores.total, behind),
+                variance=None if scores.variance is None else pad(scores.variance, behind),
+                last=pad(scores.last, behind),
+                maximum=None if scores.maximum is None else pad(scores.maximum, behind),
+            )
+        )
+    return WindowScores(
+        total=torch.stack([scores.total for scores in found]),
+        variance=_stacked(scores.variance for scores in found),
+        entropy=torch.stack([scores.entropy for scores in found]),
+        shift=torch.stack([scores.shift for scores in found]),
+        recent=torch.stack([scores.recent for scores in found]),
+        last=torch.stack([scores.last for scores in found]),
+        maximum=_stacked(scores.maximum for scores in found),
+    )
+
+
+def _stacked(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.stack(present) if present else None
 
 
 def _over_rows(x: torch.Tensor) -> torch.Tensor:

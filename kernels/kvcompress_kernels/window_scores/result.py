@@ -6,7 +6,10 @@ import torch
 
 
 class WindowScores(NamedTuple):
-    """What the last w queries of a prompt think of its past, P = tokens - w columns."""
+    """What the last w queries of a prompt think of its past, P = tokens - w columns.
+
+    Of several rows together every part has a leading axis.
+    """
 
     total: torch.Tensor
     """``[Hq, P]`` float32: attention of the w rows summed, ``sum_i A[h, i, j]``."""
@@ -24,3 +27,16 @@ class WindowScores(NamedTuple):
     """``[Hq, tokens]`` float32: the most that any of the w rows attends to each key, if it was
     asked for: ``max_i A[h, i, j]``. Of the past columns ``max_i`` of the pooled rows, if those
     were."""
+
+    def row(self, index: int) -> "WindowScores":
+        """One of several rows."""
+        variance, maximum = self.variance, self.maximum
+        return WindowScores(
+            total=self.total[index],
+            variance=None if variance is None else variance[index],
+            entropy=self.entropy[index],
+            shift=self.shift[index],
+            recent=self.recent[index],
+            last=self.last[index],
+            maximum=None if maximum is None else maximum[index],
+        )

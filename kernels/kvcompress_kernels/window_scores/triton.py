@@ -23,18 +23,18 @@ SPAN = 1024
 LOG_SUM = {"SPAN": SPAN, "LINES": 32, "SPLITS": 64}
 
 
-def run_layers(
-    queries: Sequence[torch.Tensor],
+def run_rows(
+    query: torch.Tensor,
     key_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
     scale: float,
+    lengths: torch.Tensor | None,
     variance: bool,
     maximum: bool,
     pooled: bool,
-) -> list[WindowScores]:
-    """Three launches, four where rows are pooled, whatever the number of layers."""
-    query = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
+) -> WindowScores:
+    """Three launches, four where rows are pooled, whatever the number of rows."""
     name, (rows, w, heads, dim) = "window_scores", query.shape
     _, kv_heads, _, block = key_pages.shape
     group, pages = heads // kv_heads, pages.contiguous()
@@ -52,11 +52,20 @@ def run_layers(
     splits, lines = triton.cdiv(tokens, SPAN), heads * w
     strides = (*query.stride(), pages.stride(0), *key_pages.stride())
     factor = scale / math.log(2)
-    # filled on the device: copying from the host would wait for it
-    lengths = torch.full((rows,), tokens, dtype=torch.int32, device=query.device)
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+    # What is behind a row's length is written by no program.
+    result = new
+    if lengths is None:
+        # filled on the device: copying from the host would wait for it
+        lengths = torch.full((rows,), tokens, dtype=torch.int32, device=query.device)
+    else:
+        lengths = lengths.contiguous()
+
+        def result(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=query.device)
 
     tops, sums = new(2, rows, splits, lines)
     past_sums, pooled_sums = new(2, rows, splits, lines) if pooled else (None, None)
@@ -79,14 +88,12 @@ def run_layers(
     )
     tiles = triton.cdiv(group, columns_shapes["HEADS"])
     parts = kv_heads * tiles * splits
-    total, recent, last = (
-        new(rows, heads, tokens - w),
-        new(rows, heads, w),
-        new(rows, heads, tokens),
-    )
-    spread = new(rows, heads, tokens - w) if variance else None
-    entropies, shifts = new(rows, parts), new(rows, parts) if variance else None
-    most = new(rows, heads, tokens) if maximum else None
+    total, recent = result(rows, heads, tokens - w), new(rows, heads, w)
+    last = result(rows, heads, tokens)
+    spread = result(rows, heads, tokens - w) if variance else None
+    entropies = result(rows, parts)
+    shifts = result(rows, parts) if variance else None
+    most = result(rows, heads, tokens) if maximum else None
     columns_kernel[(tiles * splits, kv_heads, rows)](
         *(query, key_pages, pages, lengths, row_tops, log_sums),
         *(total, spread, recent, last, None if pooled else most, entropies, shifts),
@@ -108,18 +115,7 @@ def run_layers(
     shift = torch.zeros_like(entropy)
     if shifts is not None:
         shift = shifts.sum(1, dtype=torch.float64).float()
-    return [
-        WindowScores(
-            total=total[row],
-            variance=None if spread is None else spread[row],
-            entropy=entropy[row],
-            shift=shift[row],
-            recent=recent[row],
-            last=last[row],
-            maximum=None if most is None else most[row],
-        )
-        for row in range(rows)
-    ]
+    return WindowScores(total, spread, entropy, shift, recent, last, most)
 
 
 def _shapes(

@@ -27,12 +27,10 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.messages.step import Compression, StepPlan
-from vllm_kvcompress.engine.scheduling.admission import Admissions
+from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
-from vllm_kvcompress.errors import ConfigError, SeamError
-from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.policies.base import Reads
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -125,8 +123,6 @@ class CompressedManager(FullAttentionManager):
         self._looked_up: Request | None = None
         # vLLM's is a classmethod and knows no request; its coordinator asks the instance
         self.find_longest_cache_hit = self._longest_hit
-        # Requests whose prefill ended: they are compressed, or left whole for good.
-        self._settled: set[str] = set()
         # The destination blocks of each compressed request.
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a compressed request may enter the prefix cache.
@@ -138,11 +134,13 @@ class CompressedManager(FullAttentionManager):
     def use(self, settings: CompressionConfig) -> None:
         """The engine's settings; benchmarks change them, while no request is there."""
         self.settings = settings
-        self.admissions = Admissions(settings, self._num_layers, self.block_size, self.block_pool)
+        self.planner = Planner(settings, self._num_layers, self.block_size, self.block_pool)
+        self.planner.follow(self._requests)
 
     def follow(self, requests: Mapping[str, Request]) -> None:
         """Let the manager look up the requests whose blocks it allocates."""
         self._requests = requests
+        self.planner.follow(requests)
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -175,9 +173,9 @@ class CompressedManager(FullAttentionManager):
             **kwargs,
         )
         # The admission check asks whether the prompt fits at all: in place it always does.
-        if apply_admission_cap or not self._ends_prefill(request_id, num_tokens):
+        if apply_admission_cap or not self.planner.ends_prefill(request_id, num_tokens):
             return needed
-        plan = self._plan_of(request_id)
+        plan = self.planner.plan_of(request_id)
         if plan is None:
             return needed
         if self.block_pool.get_num_free_blocks() >= needed + plan.blocks:
@@ -195,55 +193,19 @@ class CompressedManager(FullAttentionManager):
         new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
-        if request_id in self._settled:
+        if self.planner.is_settled(request_id):
             return new_blocks
-        self._admit(request_id)
-        plan = self._plan_of(request_id)
-        if self._ends_prefill(request_id, num_tokens):
-            self._settled.add(request_id)
+        if reason := self.planner.admit(request_id):
+            self.tally.skipped[reason] += 1
+        plan = self.planner.plan_of(request_id)
+        if self.planner.ends_prefill(request_id, num_tokens):
+            self.planner.settle(request_id)
             self._observe.pop(request_id, None)
             if plan is not None:
                 self._reserve(request_id, plan)
         elif plan is not None:
-            self._observe[request_id] = self._settings_of(request_id)
+            self._observe[request_id] = self.planner.settings_of(request_id)
         return new_blocks
-
-    def _admit(self, request_id: str) -> None:
-        """From the request's first block on, what was decided about it stays."""
-        if reason := self.admissions.admit(self._request(request_id)):
-            self.tally.skipped[reason] += 1
-
-    def _request(self, request_id: str) -> Request:
-        if self._requests is None:
-            raise SeamError(
-                "CompressedManager follows no scheduler; select the scheduler through"
-                " --kv-compress, not by hand"
-            )
-        return self._requests[request_id]
-
-    def _settings_of(self, request_id: str) -> CompressionConfig:
-        settings = self.admissions.of(self._request(request_id)).settings
-        assert settings is not None, request_id
-        return settings
-
-    def _ends_prefill(self, request_id: str, num_tokens: int) -> bool:
-        if request_id in self._settled:
-            return False
-        return num_tokens >= int(self._request(request_id).num_tokens)
-
-    def _plan_of(self, request_id: str) -> PagePlan | None:
-        """The plan for a prefill of all tokens the request has now.
-
-        After a preemption these are the prompt and what was generated before it: the same as
-        a fresh request for the same tokens. Whether to compress at all was decided when it was
-        admitted.
-        """
-        request = self._request(request_id)
-        settings = self.admissions.of(request).settings
-        if settings is None or request.max_tokens - request.num_output_tokens <= 1:
-            # With one token of the answer left, nothing would read a compressed prompt.
-            return None
-        return self.admissions.plan(settings, request.num_tokens)
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
         """Take K destination blocks: fresh ones, else the prompt's own unshared ones.
@@ -292,7 +254,7 @@ class CompressedManager(FullAttentionManager):
         self._packed[request_id] = self._packed[request_id] + own
         before = self.block_pool.get_num_free_blocks()
         self.block_pool.free_blocks(freed)
-        settings = self._settings_of(request_id)
+        settings = self.planner.settings_of(request_id)
         self.tally.planned[settings.compress] += 1
         self.tally.freed_blocks += self.block_pool.get_num_free_blocks() - before
         self.tally.packed_blocks += plan.blocks
@@ -310,7 +272,7 @@ class CompressedManager(FullAttentionManager):
     @contextmanager
     def looking_up(self, request: Request) -> Iterator[None]:
         """While vLLM looks up the prefix of a request that waits: this one."""
-        self.admissions.consider(request)
+        self.planner.admissions.consider(request)
         self._looked_up = request
         try:
             yield
@@ -320,22 +282,9 @@ class CompressedManager(FullAttentionManager):
     def _longest_hit(
         self, block_hashes: BlockHashList, max_length: int, *args: Any, **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """`find_longest_cache_hit` of one request.
-
-        Cut so that a prompt that will be compressed computes what its method reads the queries of:
-        its whole window, or, where that is the whole attention, all of it. Keys and values are
-        read where they lie, however they came there.
-        """
+        """`find_longest_cache_hit` of one request, cut by `Planner.longest_hit`."""
         if self._looked_up is not None:
-            settings = self.admissions.of(self._looked_up).settings
-            # vLLM always recomputes the last token, so it asks for one less.
-            tokens = max_length + 1
-            if settings is not None and self.admissions.plan(settings, tokens) is not None:
-                reads = method_of(settings).reads
-                if Reads.COLUMN_SUMS in reads:
-                    max_length = 0
-                elif Reads.WINDOW in reads:
-                    max_length = tokens - settings.resolved_window
+            max_length = self.planner.longest_hit(self._looked_up, max_length)
         hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
             block_hashes, max_length, *args, **kwargs
         )
@@ -352,7 +301,7 @@ class CompressedManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and give its destination blocks back with the others."""
-        self._settled.discard(request_id)
+        self.planner.forget(request_id)
         self._cacheable.pop(request_id, None)
         self._observe.pop(request_id, None)
         self._planned.pop(request_id, None)

@@ -66,7 +66,7 @@ class _Compressing:
         settings, tokens = self.compressed_manager.settings, config.model_config.max_model_len
         if not settings.enabled:
             return
-        plan = self.compressed_manager.admissions.plan(settings, tokens - 1)
+        plan = self.compressed_manager.planner.admissions.plan(settings, tokens - 1)
         if plan is None:
             return
         blocks = config.cache_config.num_gpu_blocks - 1
