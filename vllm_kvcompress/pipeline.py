@@ -157,9 +157,11 @@ class Method:
             )
         return scores
 
-    def layer_pages(self, plan: PagePlan, layers: Sequence[Observed]) -> torch.Tensor:
+    def layer_pages(
+        self, plan: PagePlan, layers: Sequence[Observed], caps: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``[L]`` int64: pages that each layer keeps (`layer_pages`)."""
-        return layer_pages(self.allocator, plan, self._stats(layers))
+        return layer_pages(self.allocator, plan, self._stats(layers), caps)
 
     def _stats(self, layers: Sequence[Observed]) -> LayerStats | None:
         if Reads.SCORES in self.allocator.reads:
@@ -223,12 +225,20 @@ def method_of(settings: CompressionConfig) -> Method:
     )
 
 
-def layer_pages(allocator: Allocator, plan: PagePlan, stats: LayerStats | None) -> torch.Tensor:
+def layer_pages(
+    allocator: Allocator,
+    plan: PagePlan,
+    stats: LayerStats | None,
+    caps: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``[L]`` int64: pages that each layer keeps, where its statistics are; sum `plan.pages`.
 
-    Each is between the window's pages and all.
+    Each is between the window's pages and all, or what `caps` ``[L]`` says that the layer has.
     """
-    return round_to_pages(allocator.allocate(plan.prompt, stats) + plan.window, plan)
+    tokens = allocator.allocate(plan.prompt, stats) + plan.window
+    if caps is not None:
+        tokens = to_device(tokens, torch.int64, caps.device)
+    return round_to_pages(tokens, plan, caps)
 
 
 def most_pages(plan: PagePlan, pages: torch.Tensor) -> int:

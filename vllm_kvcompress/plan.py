@@ -98,11 +98,14 @@ class PagedValues:
 class Columns:
     """What a scorer may know of one layer's attention, reduced to one figure per key.
 
+    Several layers come as one with as many heads, a layer's heads side by side.
+
     Args:
-        num_kv_heads: KV heads of the layer.
+        num_kv_heads: KV heads of the layer, or of all of them.
         past: past tokens, P.
         device: where scores are made.
-        layer: index of the layer.
+        layer: index of the layer; of several, the first one's.
+        layers: how many there are.
         rows: rows of the window, w; 0 when attention was not read.
         total: ``[Hq, P]`` float32, the window's attention to the past summed over its rows; None
             when attention was not read.
@@ -121,6 +124,7 @@ class Columns:
     past: int
     device: torch.device
     layer: int = 0
+    layers: int = 1
     rows: int = 0
     total: torch.Tensor | None = None
     variance: torch.Tensor | None = None

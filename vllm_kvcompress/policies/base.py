@@ -78,13 +78,19 @@ class Selector(Protocol):
         ...
 
     def select(
-        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+        self,
+        scores: torch.Tensor,
+        past: int | torch.Tensor,
+        keep: torch.Tensor,
+        after: int,
+        most: int,
     ) -> torch.Tensor:
         """``[L, Hkv, most]`` int32 ascending positions, -1 behind the last one of each row.
 
         Args:
             scores: ``[L, Hkv, W]`` float32, contiguous; fastest where W is a multiple of 16.
-            past: scores of each row that count, n; what lies behind them does not matter.
+            past: scores of each row that count, n, of all layers or ``[L]`` of each; what lies
+                behind them does not matter.
             keep: ``[L]`` integers on the device of the scores, clamped to 0 .. min(n, most).
             after: tokens that are kept in any case after these n.
             most: width of the result, known to the host.

@@ -105,7 +105,9 @@ def _hand_out(
     return whole + spare.minimum(rounds) + torch.empty_like(last).scatter_(-1, order, last)
 
 
-def round_to_pages(tokens: torch.Tensor, plan: PagePlan) -> torch.Tensor:
+def round_to_pages(
+    tokens: torch.Tensor, plan: PagePlan, caps: torch.Tensor | None = None
+) -> torch.Tensor:
     """Pages per layer for token budgets, with sum `plan.pages` exactly.
 
     Largest remainders of ``(n_l - tail) / block_size`` between the window's pages and all pages,
@@ -114,13 +116,15 @@ def round_to_pages(tokens: torch.Tensor, plan: PagePlan) -> torch.Tensor:
 
     Args:
         tokens: ``[L]`` int64, tokens per layer n_l, window included.
+        caps: ``[L]`` int64, pages that each layer has; None stands for all pages of the prompt.
 
     Returns:
         ``[L]`` int64.
     """
-    size, low, high = plan.block_size, plan.floor_pages, plan.full_blocks
-    held = (tokens - plan.tail).clamp(low * size, high * size)
-    whole, room = held // size, torch.full_like(held, high)
+    size, low = plan.block_size, plan.floor_pages
+    room = torch.full_like(tokens, plan.full_blocks) if caps is None else caps
+    held = (tokens - plan.tail).clamp(low * size).minimum(room * size)
+    whole = held // size
     lifted = apportion(held - low * size, plan.pages, room, low)
     rounded = _hand_out(whole, held % size, room, plan.pages)
     return lifted.where(whole.sum() > plan.pages, rounded)

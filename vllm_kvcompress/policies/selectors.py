@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 
@@ -27,12 +28,17 @@ class TopK:
         return scores
 
     def select(
-        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+        self,
+        scores: torch.Tensor,
+        past: int | torch.Tensor,
+        keep: torch.Tensor,
+        after: int,
+        most: int,
     ) -> torch.Tensor:
         """``[L, Hkv, most]`` int32 (`kvcompress_kernels.select`)."""
         ranked = scores.mean(1, keepdim=True) if self.shared else scores
         rows, counts = ranked.flatten(0, 1), _per_row(keep, ranked.shape[1])
-        best = select(rows, past, counts, most)
+        best = select(rows, _per_row(past, ranked.shape[1]), counts, most)
         return best.view(*ranked.shape[:2], most).expand(-1, scores.shape[1], -1)
 
 
@@ -67,14 +73,20 @@ class Chunks:
         return scores
 
     def select(
-        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+        self,
+        scores: torch.Tensor,
+        past: int | torch.Tensor,
+        keep: torch.Tensor,
+        after: int,
+        most: int,
     ) -> torch.Tensor:
         """``[L, Hkv, most]`` int32 (`kvcompress_kernels.select_chunks`)."""
         layers, heads, _ = scores.shape
         together = heads if self.shared else 1
         counts = _per_row(keep, heads // together)
         rows = scores.flatten(0, 1)
-        best = select_chunks(rows, past, counts, most, size=self.size, heads=together)
+        columns = _per_row(past, heads // together)
+        best = select_chunks(rows, columns, counts, most, size=self.size, heads=together)
         return best.view(layers, heads // together, most).expand(-1, heads, -1)
 
 
@@ -113,12 +125,18 @@ class HeavyRecent:
         return free.where(~guarded[:, None], torch.inf)
 
     def select(
-        self, scores: torch.Tensor, past: int, keep: torch.Tensor, after: int, most: int
+        self,
+        scores: torch.Tensor,
+        past: int | torch.Tensor,
+        keep: torch.Tensor,
+        after: int,
+        most: int,
     ) -> torch.Tensor:
         """``[L, Hkv, most]`` int32 (`kvcompress_kernels.select`)."""
         rows, heads = scores.flatten(0, 1), scores.shape[1]
         recents = _per_row(self._recents(keep, after), heads)
-        best = select(rows, past, _per_row(keep, heads), most, first=self.sinks, last=recents)
+        columns, counts = _per_row(past, heads), _per_row(keep, heads)
+        best = select(rows, columns, counts, most, first=self.sinks, last=recents)
         return best.view(*scores.shape[:2], most)
 
     def _recents(self, keep: torch.Tensor, after: int) -> torch.Tensor:
@@ -126,8 +144,18 @@ class HeavyRecent:
         return ((keep + after).double() * self.recent).long().sub(after).clamp(min=0)
 
 
-def _per_row(keep: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[L]`` to ``[L * heads]`` int32."""
+@overload
+def _per_row(keep: torch.Tensor, heads: int) -> torch.Tensor: ...
+
+
+@overload
+def _per_row(keep: int | torch.Tensor, heads: int) -> int | torch.Tensor: ...
+
+
+def _per_row(keep: int | torch.Tensor, heads: int) -> int | torch.Tensor:
+    """``[L]`` to ``[L * heads]`` int32; what is the same for all layers stays one number."""
+    if isinstance(keep, int):
+        return keep
     return keep.to(torch.int32)[:, None].expand(-1, heads).flatten()
 
 

@@ -23,5 +23,6 @@ class Tova:
         """``[Hkv, P]`` float32, equal rows."""
         if columns.last is None:
             raise ValueError("tova needs the attention of the last query; got none")
-        row = columns.last[:, : columns.past].mean(0, dtype=torch.float64).float()
-        return row.expand(columns.num_kv_heads, -1)
+        heads = columns.last[:, : columns.past].reshape(columns.layers, -1, columns.past)
+        row = heads.mean(1, keepdim=True, dtype=torch.float64).float()
+        return row.repeat(1, columns.num_kv_heads // columns.layers, 1).flatten(0, 1)

@@ -1,0 +1,138 @@
+"""Layers that hold different numbers of tokens, scored and chosen together."""
+
+import numpy as np
+import pytest
+import torch
+
+import methods_reference as ref
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.pipeline import layer_pages, method_of
+from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.allocators.uniform import Uniform
+from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.repacking import Rows, kept_slots, observe_rows, obstacle
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
+SCALE = DIM**-0.5
+
+
+def held(lengths, window, seed, spare=3):
+    """Rows in one cache, NaN between them; and each row's own keys and last queries."""
+    rng = np.random.RandomState(seed)
+    most = max(lengths)
+    used = [-(-length // BLOCK) for length in lengths]
+    order = rng.permutation(sum(used) + spare)
+    cache = torch.full((len(order), KV_HEADS, DIM, BLOCK), torch.nan)
+    pages = torch.full((len(lengths), -(-most // BLOCK)), 10**6, dtype=torch.int64)
+    keys = [rng.standard_normal((KV_HEADS, length, DIM)) for length in lengths]
+    query = rng.standard_normal((len(lengths), max(window, 1), HEADS, DIM))
+    at = 0
+    for row, (key, count) in enumerate(zip(keys, used, strict=True)):
+        own = torch.from_numpy(order[at : at + count].copy())
+        at += count
+        pages[row, :count] = own
+        for slot in range(key.shape[1]):
+            page = own[slot // BLOCK]
+            cache[page, :, :, slot % BLOCK] = torch.from_numpy(key[:, slot]).float()
+    rows = Rows(
+        key_pages=cache,
+        pages=pages,
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        most=most,
+        scale=SCALE,
+    )
+    return rows, keys, query
+
+
+def reference_scores(name, query, key, window):
+    """``[Hkv, P]`` of one row; a slot is what a position is to a prompt."""
+    q = np.zeros((HEADS, key.shape[1], DIM))
+    if window:
+        q[:, -window:] = query.transpose(1, 0, 2)
+    scorers = {
+        "cake": ref.cake,
+        "tova": ref.tova,
+        "streamingllm": ref.streamingllm,
+        "chunkkv": lambda *x: ref.snapkv(*x, kernel=1),
+        "cake-chunk": lambda *x: ref.snapkv(*x, aggregate="max"),
+        "average pooling": lambda *x: ref.snapkv(*x, kind="avg", kernel=5),
+    }
+    return scorers.get(name, ref.snapkv)(q, key, key, window)
+
+
+SETTINGS = {
+    **{name: name for name in ("snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv")},
+    "cake-chunk": "cake-chunk",
+    "average pooling": {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
+}
+
+
+def made(name):
+    given = SETTINGS[name]
+    return method_of(
+        CompressionConfig.parse(given if isinstance(given, dict) else {"compress": given})
+    )
+
+
+@pytest.mark.parametrize("lengths", [[40, 23, 36, 25], [13, 13], [61]], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_keep_what_the_reference_keeps(name, lengths):
+    """Of layers of one request or of several: nobody's scores depend on the others."""
+    method = made(name)
+    window = 0 if name == "streamingllm" else 4
+    rows, keys, query = held(lengths, window, seed=len(lengths))
+    asked = torch.from_numpy(query).float() if window else None
+    scores, observed = observe_rows(method, rows, asked, window)
+    counts = [max(length // BLOCK // 2, 2) for length in lengths]
+    kept = kept_slots(
+        *(scores, rows, torch.tensor(counts), window, BLOCK, max(counts) + 1, method.selector)
+    )
+    size = {"chunkkv": 10, "cake-chunk": 20}.get(name)
+    for row, (key, length, count) in enumerate(zip(keys, lengths, counts, strict=True)):
+        want = reference_scores(name, query[row], key, window)
+        past, keep = length - window, count * BLOCK - window
+        torch.testing.assert_close(
+            scores[row, :, :past].double(), torch.from_numpy(want), rtol=1e-4, atol=1e-6
+        )
+        for head in range(KV_HEADS):
+            got = kept[row, head]
+            assert torch.equal(got[count * BLOCK :], torch.full_like(got[count * BLOCK :], -1))
+            best = ref.chunks(want.sum(0), keep, size) if size else ref.best(want[head], keep)
+            assert got[: count * BLOCK].tolist() == [*best, *range(past, length)]
+        if name in ("cake", "cake-chunk"):
+            q = np.zeros((HEADS, length, DIM))
+            q[:, -window:] = query[row].transpose(1, 0, 2)
+            entropy, shift = ref.cake_stats(q, key, window)
+            assert observed[row].entropy.item() == pytest.approx(entropy, rel=1e-4)
+            assert observed[row].shift.item() == pytest.approx(shift, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_methods_that_cannot_say_why(name):
+    can = {"snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv", "cake-chunk", "random"}
+    method = method_of(CompressionConfig.parse({"compress": name}))
+    assert bool(obstacle(method)) == (name not in can)
+
+
+@pytest.mark.parametrize("allocator", [Uniform(), Pyramid(beta=1.5)], ids=["uniform", "pyramid"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_layer_is_given_pages_that_it_has_not(allocator, seed):
+    """Those that are full leave theirs to the others, and the sum is exact."""
+    rng = np.random.RandomState(seed)
+    layers = int(rng.randint(1, 9))
+    caps = torch.from_numpy(rng.randint(2, 30, layers))
+    pages = int(rng.randint(2 * layers, int(caps.sum()) + 1))
+    most = int(caps.max()) * BLOCK
+    plan = PagePlan(
+        num_layers=layers,
+        tokens=most,
+        block_size=BLOCK,
+        window=5,
+        budget=max(pages * BLOCK // layers, 6),
+        pages=pages,
+    )
+    given = layer_pages(allocator, plan, None, caps)
+    assert given.sum() == pages
+    assert (given <= caps).all()
+    assert (given >= plan.floor_pages).all()

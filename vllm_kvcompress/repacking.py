@@ -1,0 +1,141 @@
+"""What a request holds, scored and chosen anew: statistics -> counts -> kept slots. No vLLM.
+
+Once tokens were dropped, a layer is no longer a run of positions but of slots: its kept tokens in
+the order of their positions, then what was generated since. Layers hold different numbers of
+them, which only the device knows. So they come as rows, each with a length, of one request or of
+several: all are scored in the same launches.
+
+Everything is as for a prompt (`pipeline`) where a position reads slot: scores are pooled and cut
+into chunks by slot, sinks are the first slots, ties go to the lower one. Attention is over what is
+held, not over what was dropped.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
+from vllm_kvcompress.pipeline import Method, Observed
+from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.policies.base import Reads, Selector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What N layers hold, of one request or of several.
+
+    Args:
+        key_pages: ``[pages, Hkv, D, block_size]``, any float dtype and strides.
+        pages: ``[N, W]`` int64, each row's pages in order; those behind its length are not read.
+        lengths: ``[N]`` int32, tokens of each row: more than the window.
+        most: tokens that no row exceeds, at most ``W * block_size``.
+        scale: factor on the attention logits.
+    """
+
+    key_pages: torch.Tensor
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    most: int
+    scale: float
+
+
+def obstacle(method: Method) -> str:
+    """Why a method cannot judge what a request holds; empty if it can."""
+    reads = method.reads
+    if Reads.COLUMN_SUMS in reads:
+        return "it adds up the attention of every query, which is not kept while an answer grows"
+    if reads & (Reads.VALUES | Reads.KEYS):
+        return "it reads the cached keys or values, which is not done while an answer grows"
+    if Reads.SCORES in reads:
+        return "it shares the budget by the scores of the whole prompt"
+    if Reads.POOLED in reads:
+        return "it compares scores with their mean over the whole prompt"
+    if method.merge:
+        return "it merges what it drops"
+    if any(method.selector.source(layer) != layer for layer in range(8)):
+        return "its layers reuse a ranking"
+    return ""
+
+
+def observe_rows(
+    method: Method, rows: Rows, query: torch.Tensor | None, window: int
+) -> tuple[torch.Tensor, list[Observed]]:
+    """Score every row by the window's queries.
+
+    Args:
+        query: ``[N, w, Hq, D]``, the last w of each row in the order of positions; None where the
+            method reads none.
+        window: w.
+
+    Returns:
+        Scores ``[N, Hkv, most - w]`` float32, of which the first ``lengths[r] - w`` count, and
+        what an allocator may read of each row.
+    """
+    assert not obstacle(method), method
+    count, heads = len(rows.pages), rows.key_pages.shape[1]
+    found: WindowScores | None = None
+    if query is not None:
+        found = window_scores_of_rows(
+            *(query, rows.key_pages, rows.pages, rows.most, rows.scale),
+            lengths=rows.lengths,
+            variance=Reads.VARIANCE in method.reads,
+            maximum=Reads.MAXIMUM in method.reads,
+        )
+    maximum = None if found is None else found.maximum
+    if maximum is not None:
+        # Behind a shorter row's past stand its window's own, which pooling must not reach.
+        column = torch.arange(rows.most, device=maximum.device)
+        own = column >= (rows.lengths - window)[:, None]
+        maximum = maximum.masked_fill(own[:, None], 0)
+    columns = Columns(
+        num_kv_heads=count * heads,
+        layers=count,
+        past=rows.most - window,
+        device=rows.key_pages.device,
+        rows=window if found is not None else 0,
+        total=_folded(found and found.total),
+        variance=_folded(found and found.variance),
+        recent=_folded(found and found.recent),
+        last=_folded(found and found.last),
+        maximum=_folded(maximum),
+    )
+    scores = method.scorer.score(columns).reshape(count, heads, columns.past)
+    observed = [Observed(scores=None) for _ in range(count)]
+    if found is not None and Reads.VARIANCE in method.allocator.reads:
+        observed = [
+            Observed(scores=None, entropy=entropy, shift=shift)
+            for entropy, shift in zip(found.entropy, found.shift, strict=True)
+        ]
+    return scores, observed
+
+
+def _folded(part: torch.Tensor | None) -> torch.Tensor | None:
+    """``[N, Hq, n]`` to ``[N * Hq, n]``."""
+    return None if part is None else part.flatten(0, 1)
+
+
+def kept_slots(
+    scores: torch.Tensor,
+    rows: Rows,
+    counts: torch.Tensor,
+    window: int,
+    block_size: int,
+    most_pages: int,
+    selector: Selector,
+) -> torch.Tensor:
+    """Slots that each row keeps where it has `counts` pages: the window's, and the best before.
+
+    Args:
+        scores: ``[N, Hkv, W]`` float32 (`observe_rows`).
+        counts: ``[N]`` int64 or int32 pages, on the device of the scores.
+        most_pages: pages that no row exceeds.
+
+    Returns:
+        ``[N, Hkv, most_pages * block_size]`` int32, ascending; -1 behind the kept ones.
+    """
+    past, keep = rows.lengths - window, counts.to(torch.int32) * block_size - window
+    best = selector.select(scores, past, keep, window, most_pages * block_size)
+    own = torch.arange(window, dtype=torch.int32, device=scores.device)
+    shape = *scores.shape[:2], window
+    at = (keep[:, None, None] + own).long().expand(shape)
+    return best.scatter(2, at, (past[:, None, None] + own).expand(shape))
