@@ -86,7 +86,9 @@ class Engine:
     def outputs(self, prompts: Sequence[list[int]], tokens: int = 12, **params: Any) -> list[Any]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
+        sampling = SamplingParams(
+            **{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params}
+        )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         done: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
         return done

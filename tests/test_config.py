@@ -150,6 +150,9 @@ FULL = {
     "allocator_params": {"tau1": 1.6, "tau2": 0.4},
     "scorer_params": {"kernel": 3, "reduce": "l2"},
     "log_requests": True,
+    "decode_budget": 512,
+    "decode_interval": 64,
+    "decode_window": 4,
 }
 
 

@@ -149,7 +149,9 @@ def test_another_method_is_its_preset_with_the_engines_gates():
         ({"kv_compres": "off"}, "invalid", "did you mean 'kv_compress'"),
         ({"KV_BUDGET": 0.2}, "invalid", "did you mean 'kv_budget'"),
         ({"kv-budget": 0.2}, "invalid", "did you mean 'kv_budget'"),
-        ({"kv_window": 8}, "invalid", "a request may set ['kv_compress', 'kv_budget']"),
+        ({"kv_window": 8}, "invalid", "a request may set ['kv_compress', 'kv_budget', '"),
+        ({"kv_decode_budget": 64}, "not_allowed", "does not bound answers"),
+        ({"kv_decode_budgets": 64}, "invalid", "did you mean 'kv_decode_budget'"),
         ({"kv_" + "x" * 10**6: 8}, "invalid", "'kv_xxxxxxxxxxxxxxxxxxxxx' is unknown"),
         ({f"kv_{i}": 8 for i in range(1000)}, "invalid", "'kv_0' is unknown"),
     ],
@@ -158,6 +160,37 @@ def test_refusals(asked, reason, words):
     found, message = refusal(BOUNDED, **asked)
     assert found == reason
     assert words in message
+
+
+GROWING = CompressionConfig.parse(
+    {"compress": "cake", "allow_override": "all", "decode_budget": 512, "decode_window": 4}
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "words"),
+    [
+        ({"kv_decode_budget": 513}, "out_of_bounds", "at most 512 on this server, got 513"),
+        ({"kv_decode_budget": 4}, "invalid", "cannot hold the window of 4"),
+        ({"kv_decode_budget": True}, "invalid", "whole number of at least 2"),
+        ({"kv_decode_budget": 0.5}, "invalid", "got 0.5"),
+        ({"kv_decode_budget": None}, "invalid", "got None"),
+        ({"kv_decode_budget": "64"}, "invalid", "got '64'"),
+        ({"kv_decode_budget": 64, "kv_compress": "off"}, "invalid", "needs a method"),
+    ],
+)
+def test_refused_decode_budgets(asked, reason, words):
+    found, message = refusal(GROWING, **asked)
+    assert found == reason
+    assert words in message
+
+
+def test_a_request_may_hold_less_while_it_answers():
+    for asked in (64, 64.0):
+        own = settings_for(GROWING, {"kv_decode_budget": asked, "kv_compress": "snapkv"})
+        assert (own.compress, own.decode_budget, own.decode_window) == ("snapkv", 64, 4)
+    assert settings_for(GROWING, {"kv_compress": "snapkv"}).decode_budget == 512
+    assert settings_for(GROWING, {"kv_compress": "off"}) is None
 
 
 def test_bounds_hold_at_their_ends_and_by_kind():

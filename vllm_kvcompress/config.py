@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from vllm_kvcompress.decode_settings import USUAL_WINDOW, DecodeSettings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.parsing import (
     Alias,
@@ -38,18 +39,17 @@ from vllm_kvcompress.policies.selectors import SELECTORS
 
 MAX_WINDOW = 1024
 _OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
+_OF_THE_ENGINE |= set(DecodeSettings.model_fields)
 _FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
 
 
-class CompressionConfig(BaseModel):
+class CompressionConfig(DecodeSettings):
     """Settings of one engine, frozen and hashable.
 
     On the command line ``--kv-compress``, ``--kv-budget``, ``--kv-window`` and
     ``--kv-min-prompt``; every field through ``--kv-compress-config JSON`` or
     ``additional_config={"kvcompress": {...}}``. Use `parse`: it says in one sentence what is wrong.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compress: str = "off"
     """Preset: off, a name in PRESETS, or custom: `allocator`, `scorer` and `selector` alone."""
@@ -192,6 +192,9 @@ class CompressionConfig(BaseModel):
             raise ConfigError(
                 f"CAKE needs a variance over the window; set window to at least 2, got {window}"
             )
+        reads = allocator.reads | scorer.reads
+        least = 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
+        self.refuse_decode_nonsense(self.resolved_decode_window, least)
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
             raise ConfigError(
@@ -325,6 +328,12 @@ class CompressionConfig(BaseModel):
     def resolved_window(self) -> int:
         """Observation window in tokens."""
         return self.parts.window
+
+    @property
+    def resolved_decode_window(self) -> int:
+        """Queries of an answer that judge what is held, in tokens."""
+        usual = min(self.resolved_window, USUAL_WINDOW)
+        return usual if self.decode_window is None else self.decode_window
 
     def build_allocator(self) -> Allocator:
         name = self.parts.allocator

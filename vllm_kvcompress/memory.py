@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.plan import PagePlan, page_plan
 from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.repacking import ring_window
 
 _INT = _FLOAT = 4
 _ALIGNED = 16
 """Rows of int32 are padded to a multiple of this: each layer's starts at 64 bytes."""
 _PREFILLS = 16
 """Prompts that keep window queries at once; those beyond live off the activations."""
+_STAGED_SHARE = 8
+"""Answers that are packed together wait in a buffer of one longest prompt's pages over this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,16 @@ def layers_at_once(longest: int, tokens: int) -> int:
     return max(longest // tokens, 1)
 
 
+def answers_at_once(plan: PagePlan, longest: int) -> int:
+    """Answers of one `plan` that are packed again together.
+
+    Their scores take no more than those of one longest prompt, and what they keep waits in a buffer
+    of an eighth of its pages, or of one answer's.
+    """
+    room = plan.num_layers * longest // (_STAGED_SHARE * plan.block_size)
+    return max(min(longest // plan.tokens, room // plan.pages), 1)
+
+
 def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
 
@@ -84,8 +97,9 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     the method reads them, and the staging buffer of a prompt that is packed in place (one KV
     head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
     ``[L, w, Hq, D]`` of several prompts, and once more as the layers that are scored together
-    stack them. Where requests may choose their method, the most that
-    any of these methods takes at the largest budget that they may ask for.
+    stack them. Where answers are bounded, the ring of their last queries. Where requests may
+    choose their method, the most that any of these methods takes at the largest budget that they
+    may ask for.
     """
     layers, longest, dim = sizes.layers, sizes.longest, sizes.head_dim
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
@@ -98,7 +112,18 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in reads for reads in every_read):
         sums = 0
-    return sizes.table_bytes + scores + maps + queries + sums + _staged(sizes, settings)
+    own = scores + maps + queries + sums + _staged(sizes, settings)
+    return sizes.table_bytes + own + ring_bytes(sizes, settings)
+
+
+def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Bytes of the last queries ``[L, w, Hq, D]`` of every request whose answer is bounded.
+
+    What packing answers takes is within what one longest prompt's takes, but for the buffer that
+    `extra_bytes` counts: as many are packed together as fit there (`answers_at_once`).
+    """
+    row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
+    return (sizes.max_requests + 1) * ring_window(settings) * row
 
 
 def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
@@ -110,6 +135,10 @@ def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
     for variant in settings.variants:
         staged = _most_pages(sizes, settings, variant) * head_page
         largest = max(largest, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
+    if settings.decode_budget is not None:
+        one = sizes.layers * max(-(-settings.decode_budget // block), 1)
+        together = sizes.layers * longest // (_STAGED_SHARE * block)
+        largest = max(largest, max(one, together) * head_page)
     return largest
 
 

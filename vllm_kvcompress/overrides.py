@@ -10,7 +10,8 @@ from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.parsing import Alias, parse_budget
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
-_KEYS = (COMPRESS, BUDGET)
+DECODE_BUDGET = "kv_decode_budget"
+_KEYS = (COMPRESS, BUDGET, DECODE_BUDGET)
 _OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 _LONGEST = 24
 """Letters of a key that are compared with ours, in case it is one of them misspelt."""
@@ -25,8 +26,8 @@ def settings_for(
 
     Args:
         settings: the engine's; None when it runs without compression.
-        extra_args: the request's, with ``kv_compress`` and ``kv_budget`` if it asks for anything,
-            and ``kv_alias`` if it came under one of the model's other names.
+        extra_args: the request's, with ``kv_compress``, ``kv_budget`` and ``kv_decode_budget`` if
+            it asks for anything, and ``kv_alias`` if it came under one of the model's other names.
 
     Raises:
         OverrideError: it asks for what it may not have, in one sentence.
@@ -46,7 +47,7 @@ def settings_for(
     if named is not None and not isinstance(named, str):
         raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
     if choice is not None or named is not None:
-        return _override(settings, named, *(choice or (None, None)))
+        return _override(settings, named, *(choice or (None, None, None)))
     return settings if settings.enabled else None
 
 
@@ -112,8 +113,10 @@ def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
     return {ALIAS: next(alias.name for alias in settings.alias if alias.method != "off")}
 
 
-def _choice(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | None] | None:
-    """Method and budget that a request names; None when it names neither."""
+def _choice(
+    extra_args: Mapping[str, Any],
+) -> tuple[str | None, float | int | None, int | None] | None:
+    """Method, budget and decode budget that a request names; None when it names none."""
     if not extra_args.keys() & set(_KEYS):
         return None
     compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
@@ -135,7 +138,17 @@ def _choice(extra_args: Mapping[str, Any]) -> tuple[str | None, float | int | No
                 f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
                 f" {budget!r}; write 1.0 to keep everything",
             )
-    return compress, budget
+    growing = extra_args.get(DECODE_BUDGET)
+    # `1` may arrive as 1.0, and `true` as 1.
+    if isinstance(growing, float) and growing.is_integer():
+        growing = int(growing)
+    if DECODE_BUDGET in extra_args and (type(growing) is not int or growing < 2):
+        raise OverrideError(
+            "invalid",
+            f"{DECODE_BUDGET} must be a whole number of at least 2 tokens per layer, got"
+            f" {extra_args[DECODE_BUDGET]!r}",
+        )
+    return compress, budget, growing
 
 
 def _refuse_others(extra_args: Mapping[str, Any]) -> None:
@@ -155,9 +168,10 @@ def _override(
     named: str | None,
     compress: str | None,
     budget: float | int | None,
+    growing: int | None,
 ) -> CompressionConfig | None:
     alias = None if named is None else _alias(settings, named)
-    if alias is not None and compress is None and budget is None:
+    if alias is not None and compress is None and budget is None and growing is None:
         return settings.granted(alias)
     allowed = settings.allow_override
     if not allowed:
@@ -175,6 +189,12 @@ def _override(
             f"{COMPRESS} must be one of {sorted(permitted)} on this server, got {compress!r}",
         )
     if method == "off":
+        if growing is not None:
+            raise OverrideError(
+                "invalid",
+                f"{DECODE_BUDGET}={growing} needs a method, and this request has none; add"
+                f" {COMPRESS}, one of {sorted(permitted - {'off'})}",
+            )
         if compress is None:
             why = "this server compresses only what asks for it"
             if alias is not None:
@@ -189,10 +209,30 @@ def _override(
         _within_bounds(settings, budget)
     elif alias is not None:
         budget = alias.budget
+    if growing is not None:
+        _may_bound(settings, growing)
     try:
-        return settings.variant(method, budget)
+        asked = settings.variant(method, budget)
+        if growing is None:
+            return asked
+        return CompressionConfig.parse({**asked.to_additional_config(), "decode_budget": growing})
     except ConfigError as e:
         raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
+
+
+def _may_bound(settings: CompressionConfig, budget: int) -> None:
+    """Refuse a decode budget that a request may not have: it gets at most the engine's."""
+    most = settings.decode_budget
+    if most is None:
+        raise OverrideError(
+            "not_allowed",
+            f"this server does not bound answers, and the request asks for {DECODE_BUDGET};"
+            " remove it, or ask the operator for --kv-decode-budget",
+        )
+    if budget > most:
+        raise OverrideError(
+            "out_of_bounds", f"{DECODE_BUDGET} must be at most {most} on this server, got {budget}"
+        )
 
 
 def _alias(settings: CompressionConfig, named: str) -> Alias:

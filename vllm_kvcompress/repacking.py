@@ -10,14 +10,16 @@ into chunks by slot, sinks are the first slots, ties go to the lower one. Attent
 held, not over what was dropped.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
+from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.pipeline import Method, Observed
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads, Selector
+from vllm_kvcompress.policies.scorers.chance import Random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,13 @@ class Rows:
     scale: float
 
 
+def ring_window(settings: CompressionConfig) -> int:
+    """The most last queries that an engine keeps of each growing answer; 0 where none is read."""
+    if settings.decode_budget is None:
+        return 0
+    return max(variant.resolved_decode_window for variant in settings.variants)
+
+
 def obstacle(method: Method) -> str:
     """Why a method cannot judge what a request holds; empty if it can."""
     reads = method.reads
@@ -50,6 +59,8 @@ def obstacle(method: Method) -> str:
         return "it shares the budget by the scores of the whole prompt"
     if Reads.POOLED in reads:
         return "it compares scores with their mean over the whole prompt"
+    if isinstance(method.scorer, Random):
+        return "what it draws would depend on the answers packed beside it"
     if method.merge:
         return "it merges what it drops"
     if any(method.selector.source(layer) != layer for layer in range(8)):
@@ -58,7 +69,7 @@ def obstacle(method: Method) -> str:
 
 
 def observe_rows(
-    method: Method, rows: Rows, query: torch.Tensor | None, window: int
+    method: Method, rows: Rows, query: torch.Tensor | None, window: int, at_once: int
 ) -> tuple[torch.Tensor, list[Observed]]:
     """Score every row by the window's queries.
 
@@ -66,12 +77,25 @@ def observe_rows(
         query: ``[N, w, Hq, D]``, the last w of each row in the order of positions; None where the
             method reads none.
         window: w.
+        at_once: rows that are scored together: what their attention is reduced to is held then.
 
     Returns:
         Scores ``[N, Hkv, most - w]`` float32, of which the first ``lengths[r] - w`` count, and
         what an allocator may read of each row.
     """
-    assert not obstacle(method), method
+    parts, observed = [], []
+    for start in range(0, len(rows.pages), at_once):
+        some = slice(start, start + at_once)
+        own = replace(rows, pages=rows.pages[some], lengths=rows.lengths[some])
+        scores, figures = _observe(method, own, None if query is None else query[some], window)
+        parts.append(scores)
+        observed += figures
+    return torch.cat(parts), observed
+
+
+def _observe(
+    method: Method, rows: Rows, query: torch.Tensor | None, window: int
+) -> tuple[torch.Tensor, list[Observed]]:
     count, heads = len(rows.pages), rows.key_pages.shape[1]
     found: WindowScores | None = None
     if query is not None:
@@ -100,13 +124,12 @@ def observe_rows(
         maximum=_folded(maximum),
     )
     scores = method.scorer.score(columns).reshape(count, heads, columns.past)
-    observed = [Observed(scores=None) for _ in range(count)]
-    if found is not None and Reads.VARIANCE in method.allocator.reads:
-        observed = [
-            Observed(scores=None, entropy=entropy, shift=shift)
-            for entropy, shift in zip(found.entropy, found.shift, strict=True)
-        ]
-    return scores, observed
+    if found is None or Reads.VARIANCE not in method.allocator.reads:
+        return scores, [Observed(scores=None) for _ in range(count)]
+    return scores, [
+        Observed(scores=None, entropy=entropy, shift=shift)
+        for entropy, shift in zip(found.entropy, found.shift, strict=True)
+    ]
 
 
 def _folded(part: torch.Tensor | None) -> torch.Tensor | None:

@@ -195,3 +195,25 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
             ]
             assert moved == [pool == "in place"] * len(prompts) * len(methods)
     assert answers["tiles"] == answers["vectors"]
+
+
+def test_an_answer_on_tiles_is_packed_again_as_on_vectors(checkpoints_folder, monkeypatch):
+    answers, config = {}, settings("cake-chunk", 0.3, decode_budget=64, decode_interval=BLOCK)
+    for kind in ("vectors", "tiles"):
+        if kind == "tiles":
+            pretend_amx(monkeypatch)
+        with engine(
+            make("llama-gqa", checkpoints_folder),
+            dtype="bfloat16",
+            additional_config=config,
+            max_num_seqs=4,
+            max_model_len=512,
+        ) as llm:
+            packed, run = [], llm.compressor.repacker.run
+            llm.compressor.repacker.run = lambda due, run=run, packed=packed: (
+                packed.extend(each.todo.request_id.split("-")[0] for each in due),
+                run(due),
+            )
+            answers[kind] = llm.generate([PROMPTS[1][:300], PROMPTS[2][:20]], 80)
+            assert len(set(packed)) == 2
+    assert answers["tiles"] == answers["vectors"]

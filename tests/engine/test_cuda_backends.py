@@ -63,15 +63,21 @@ def test_uncompressed_answers_do_not_change(start, whole):
         assert llm.generate(PROMPTS) == whole
 
 
-@pytest.mark.parametrize("compress", ["cake", "chunkkv", "streamingllm", "tova"])
+@pytest.mark.parametrize("compress", ["cake", "chunkkv", "streamingllm", "tova", "growing"])
 def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
-    """Rows come and go, so that graphs are padded, and a row's request and slot change."""
+    """Rows come and go, so that graphs are padded, and a row's request and slot change.
+
+    Growing answers leave their queries from within the graph, and are packed again behind it.
+    """
     import cuda_on_cpu
 
-    counts = [20, 6, 11, 3]
+    counts, config = [20, 6, 11, 3], settings(compress if compress != "growing" else "cake")
+    if compress == "growing":
+        counts[0] = 90
+        config = settings("cake", 0.1, decode_budget=64, decode_interval=32)
 
     def run(graphs) -> list[list[int]]:
-        opened, _ = start(additional_config=settings(compress), max_num_seqs=4)
+        opened, _ = start(additional_config=config, max_num_seqs=4)
         with opened as llm:
             if graphs is not None:
                 graphs.capture(llm)

@@ -7,9 +7,12 @@ import torch
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression import compressor as engine
+from vllm_kvcompress.engine.compression import repacker
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages import pool as page_pool
+from vllm_kvcompress.engine.pages import query_ring
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.policies.presets import PRESETS
 from waits import launches, nothing_uploaded_or_read
@@ -54,6 +57,44 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     with nothing_uploaded_or_read():
         compressor.warm_up(1000)
     assert names.count("_move_kernel") >= 1 + in_place
+
+
+@pytest.mark.parametrize(
+    "preset", ["cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"]
+)
+def test_an_answer_that_is_packed_again(preset, monkeypatch):
+    """The first time, with budgets, and every later time; with queries that the ring kept."""
+    names = launches(monkeypatch)
+
+    def uploaded(values, device, dtype):
+        return torch.empty(len(values), dtype=dtype, device="meta")
+
+    monkeypatch.setattr(page_pool, "async_tensor_h2d", uploaded)
+    monkeypatch.setattr(query_ring, "async_tensor_h2d", uploaded)
+    settings = CompressionConfig.parse(
+        {"compress": preset, "decode_budget": 64, "decode_interval": BLOCK}
+    )
+    if not engine.method_of(settings).allocator.reads:
+        pages = uploaded(range(LAYERS), "meta", torch.int64)
+        monkeypatch.setattr("vllm_kvcompress.pipeline.layer_pages", lambda *_: pages)
+    pool, window = pool_on("meta"), settings.resolved_decode_window
+    if window:
+        pool.ring = query_ring.QueryRing(
+            layers=LAYERS,
+            slots=4,
+            window=window,
+            heads=HEADS,
+            dim=DIM,
+            max_rows=4,
+            dtype=torch.bfloat16,
+            device=torch.device("meta"),
+        )
+    packer = Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS)
+    with nothing_uploaded_or_read():
+        repacker.Repacker(packer, pool.ring).warm_up(settings)
+    # of keys and of values one KV head at a time: staged, and written
+    assert names.count("_move_kernel") == 2 * 2 * KV_HEADS
+    assert names.count("columns_kernel") == 2 * bool(window)
 
 
 def test_each_layer_gets_its_own_pages():

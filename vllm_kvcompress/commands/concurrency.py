@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import Growth, most_blocks
 from vllm_kvcompress.memory import Sizes, extra_bytes
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.plan import PagePlan
@@ -40,7 +41,8 @@ class Blocks:
     Args:
         prefill: at the end of its prefill, when it must be there as a whole.
         decoding: after the step that ends its prefill.
-        end: with the last token of its answer.
+        end: the most while it answers: with the last token, or where answers are bounded before
+            one of the times that it is packed again.
     """
 
     prefill: int
@@ -172,7 +174,7 @@ def forecast(
     """
     block = sizes.block_size
     plan, whole = _plan(settings, sizes, load)
-    off, on = _blocks(load, block, None), _blocks(load, block, plan)
+    off, on = _blocks(load, sizes, None, None), _blocks(load, sizes, settings, plan)
     may_ask = bool(settings.allow_override or settings.alias)
     asks, largest = _most_demanding(settings, sizes, load) if may_ask else ("", on)
     extra = extra_bytes(sizes, settings)
@@ -222,7 +224,7 @@ def _most_demanding(settings: CompressionConfig, sizes: Sizes, load: Load) -> tu
             with suppress(ConfigError):
                 candidates.append((f"{method} at {budget}", settings.variant(method, budget)))
     requests = [
-        (asks, _blocks(load, sizes.block_size, _plan(own, sizes, load)[0] if own else None))
+        (asks, _blocks(load, sizes, own, _plan(own, sizes, load)[0] if own else None))
         for asks, own in candidates
     ]
     return max(requests, key=lambda request: request[1].end)
@@ -238,10 +240,26 @@ def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) 
     return None
 
 
-def _blocks(load: Load, block: int, plan: PagePlan | None) -> Blocks:
+def _blocks(
+    load: Load, sizes: Sizes, settings: CompressionConfig | None, plan: PagePlan | None
+) -> Blocks:
+    """Of a request that comes by `settings`, None for off, and keeps `plan` of its prompt."""
+    block = sizes.block_size
     dropped = 0 if plan is None else plan.full_blocks - plan.blocks
-    prefill, end = -(-load.prompt // block), -(-load.cached // block)
-    return Blocks(prefill=prefill, decoding=prefill - dropped, end=end - dropped)
+    prefill, end = -(-load.prompt // block), -(-load.cached // block) - dropped
+    if settings is not None and settings.enabled and settings.decode_budget is not None:
+        growth = Growth(
+            settings=settings,
+            num_layers=sizes.layers,
+            block_size=block,
+            prefilled=load.prompt,
+            last=load.prompt + load.output,
+        )
+        if plan is not None:
+            growth.prefill_packed(plan)
+        packed = 0 if plan is None else plan.blocks
+        end = most_blocks(growth, packed=packed, tokens=load.cached)
+    return Blocks(prefill=prefill, decoding=prefill - dropped, end=end)
 
 
 def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:

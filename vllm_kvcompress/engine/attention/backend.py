@@ -16,6 +16,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
+from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.model_traits import PLAIN_CACHES, Traits, unsupported
 
@@ -64,6 +65,16 @@ class CompressedBuilder:
             request_ids, common.query_start_loc_cpu.tolist(), common.block_table_tensor
         )
         return compressor.pool.slots(request_ids)
+
+    @staticmethod
+    def _layers(
+        pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
+    ) -> LayerTables:
+        """What each layer reads in this step, and where the queries of growing answers go."""
+        found = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
+        if pool.ring is not None:
+            pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
+        return found
 
 
 class CompressedImpl(ABC):
@@ -133,7 +144,11 @@ class CompressedImpl(ABC):
         result: torch.Tensor = super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
-        if compressor is not None and compressor.watching:
+        if compressor is None:
+            return result
+        if own is not None and compressor.pool.ring is not None:
+            compressor.pool.ring.store(self._layer, query)
+        if compressor.watching:
             compressor.after_attention(self._layer, query)
         return result
 

@@ -51,7 +51,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         self, pool: PagePool, common: CommonAttentionMetadata, slots: list[int]
     ) -> CPUAttentionMetadata:
         rows = len(slots)
-        tables, lengths = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
+        tables, lengths = self._layers(pool, common, slots, rows)
         starts = common.query_start_loc[: rows + 1]
         # Layers with equal lengths share the kernel's work plan: with uniform budgets, nearly all.
         unique, which = torch.unique(torch.stack([*lengths]), dim=0, return_inverse=True)

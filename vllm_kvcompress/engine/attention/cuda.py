@@ -78,9 +78,7 @@ class _PersistentBuilder(CompressedBuilder):
         metadata = build(common_prefix_len, common, fast_build=True)
         # a dummy batch, of a capture or an idle data-parallel rank, has no requests of ours
         slots = self._slots(compressor, common) if compressor.running else [0] * common.num_reqs
-        tables, lengths = compressor.pool.tables(
-            slots, common.block_table_tensor, common.seq_lens, common.num_reqs
-        )
+        tables, lengths = self._layers(compressor.pool, common, slots, common.num_reqs)
         attach_layers(metadata, _PerLayer(metadata, tables, lengths))
         return metadata
 

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.packer import Finished, Packer
+from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
 from vllm_kvcompress.engine.messages.step import Compression, StepPlan, plan_of
@@ -91,6 +92,8 @@ class PromptCompressor:
         else:
             self.packer = Packer(pool, layout, scale=scale, num_layers=num_layers)
         self._queries = queries
+        self.repacker = Repacker(self.packer, pool.ring)
+        self._due: list[Due] = []
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
         self._plan_number: int | None = None
@@ -116,7 +119,7 @@ class PromptCompressor:
 
     def abort_step(self) -> None:
         """Drop what is left of a step that did not come to its end."""
-        self._step, self._spans, self._finished = None, [], []
+        self._step, self._spans, self._finished, self._due = None, [], [], []
         self._plan_number, self._layers_watched = None, 0
         self.running = False
 
@@ -135,6 +138,9 @@ class PromptCompressor:
         if step is None:
             return
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        for request_id in step.grow:
+            self.pool.admit(request_id)
+        self._due = [Due(todo=todo, row=row_of[todo.request_id]) for todo in step.repack]
         watched: list[tuple[str, CompressionConfig, Compression | None]]
         watched = [(request_id, settings, None) for request_id, settings in step.observe]
         watched += [(todo.request_id, todo.settings, todo) for todo in step.compress]
@@ -175,6 +181,11 @@ class PromptCompressor:
     def planned(self) -> bool:
         """Whether this step's batch, not laid out yet, has prefills to watch."""
         return self._step is not None
+
+    @property
+    def must_see_layers(self) -> bool:
+        """Whether this step's batch, not laid out yet, has prefills whose layers must be seen."""
+        return self._step is not None and bool(self._step.observe or self._step.compress)
 
     @property
     def watching(self) -> bool:
@@ -246,6 +257,8 @@ class PromptCompressor:
             self._prefills.pop(finished.todo.request_id, None)
             self.compressed += 1
             self.reports.add(finished.todo, pages, stopwatch)
+        if self._due:
+            self.repacker.run(self._due)
         carried_out = self._plan_number
         self.abort_step()
         return carried_out
@@ -258,6 +271,8 @@ class PromptCompressor:
         """
         for settings in self._settings.variants:
             self._warm_up(settings, longest)
+        if self._settings.decode_budget is not None:
+            self.repacker.warm_up(self._settings)
 
     def _warm_up(self, settings: CompressionConfig, longest: int) -> None:
         """Lengths are one per configuration of the kernels, and odd.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -56,6 +57,17 @@ class Move:
     values_only: bool
 
 
+class Opened(NamedTuple):
+    """Some pages of the pool as ops read them."""
+
+    keys: torch.Tensor
+    """``[n, Hkv, D, bs]``."""
+    values: torch.Tensor
+    """``[n, Hkv, bs, D]``."""
+    pages: torch.Tensor
+    """The pages that were asked for, as they are numbered there."""
+
+
 class Packer:
     """Packs prompts within the page pool of one worker, whose pages ops read and write themselves.
 
@@ -79,11 +91,15 @@ class Packer:
     ) -> None:
         self.pool, self.num_layers = pool, num_layers
         self.keys, self.values = layout.views(pool.pages)
-        self._scale, self._longest = scale, pool.longest
+        self.scale, self._longest = scale, pool.longest
 
     def read(self, pages: torch.Tensor) -> PageViews:
         """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
         return self.keys[pages], self.values[pages]
+
+    def opened(self, pages: torch.Tensor) -> Opened:
+        """Flat pages of any shape, int64, where ops may read them."""
+        return Opened(self.keys, self.values, pages)
 
     def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
         """One layer of a prompt in its blocks ``[n]`` int64, for a method that `reads` of it."""
@@ -92,7 +108,7 @@ class Packer:
             key_pages=self.keys,
             value_pages=self.values,
             pages=self.pool.flat_ids(layer, blocks),
-            scale=self._scale,
+            scale=self.scale,
         )
 
     def pack(self, finished: Finished) -> torch.Tensor:
@@ -155,7 +171,7 @@ class Packer:
                 watched[0].key_pages,
                 torch.stack([place.pages for place in watched]),
                 plan.tokens,
-                self._scale,
+                self.scale,
                 variance=Reads.VARIANCE in method.reads,
                 maximum=Reads.MAXIMUM in method.reads,
                 pooled=Reads.POOLED in method.reads,
@@ -177,6 +193,30 @@ class Packer:
             )
         return query
 
+    def move_in_place(
+        self,
+        cache: Opened,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+        total: int,
+    ) -> None:
+        """Write what N rows keep to their pages, which may be those that they are read from.
+
+        Args:
+            cache: with the rows' pages ``[N, W]``.
+            kept: ``[N, Hkv, n]`` int32 slots.
+            counts: ``[N]`` int32 pages, with sum `total`.
+            targets: ``[N, n // bs]`` int32 flat pages.
+        """
+        staging_pages = _staging(counts, targets.shape[1])
+        for head in range(self.keys.shape[1]):
+            one = slice(head, head + 1)
+            part = self.keys[:, one], self.values[:, one]
+            staged = _like(part[0].mT, total).mT, _like(part[1], total)
+            move_kept(*part, cache.pages, kept[:, one], counts, staging_pages, into=staged)
+            move_kept(*staged, staging_pages, None, counts, targets, into=part)
+
     def _in_place(self, plan: PagePlan, method: Method, move: Move) -> None:
         """Through a staging buffer: a layer's target may be another layer's source.
 
@@ -184,8 +224,7 @@ class Packer:
         one head's pages; merged tokens are staged together.
         """
         counts = move.counts
-        column = torch.arange(move.targets.shape[1], device=counts.device)
-        staging_pages = (counts.cumsum(0) - counts)[:, None] + column
+        staging_pages = _staging(counts, move.targets.shape[1])
         heads = [slice(h, h + 1) for h in range(self.keys.shape[1])]
         if method.merge:
             heads = [slice(None)]
@@ -260,6 +299,12 @@ def merged_pages(
         pages.append(whole.transpose(0, 1))
         tails.append(tokens[:, slots])
     return (pages[0], pages[1]), (tails[0], tails[1])
+
+
+def _staging(counts: torch.Tensor, most: int) -> torch.Tensor:
+    """``[N, most]``: pages of a buffer that rows fill one after the other."""
+    column = torch.arange(most, device=counts.device)
+    return (counts.cumsum(0) - counts)[:, None] + column
 
 
 def _like(pages: torch.Tensor, count: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from vllm_kvcompress.engine.compression.packer import Finished, Move, Packer, merged_pages
+from vllm_kvcompress.engine.compression.packer import Finished, Move, Opened, Packer, merged_pages
 from vllm_kvcompress.engine.pages.layouts import PageViews, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.pipeline import PagedLayer
@@ -28,7 +28,7 @@ class TiledPacker(Packer):
 
     def __init__(self, pool: PagePool, layout: Tiled, *, scale: float, num_layers: int) -> None:
         self.pool, self.num_layers = pool, num_layers
-        self._layout, self._scale = layout, scale
+        self._layout, self.scale = layout, scale
         # Layers are never scored together, since each is unpacked to be read.
         self._longest = 0
 
@@ -49,8 +49,31 @@ class TiledPacker(Packer):
             key_pages=self._layout.unpack_keys(self.pool.pages, with_keys),
             value_pages=self._layout.unpack_values(self.pool.pages, with_values),
             pages=torch.arange(len(pages)),
-            scale=self._scale,
+            scale=self.scale,
         )
+
+    def opened(self, pages: torch.Tensor) -> Opened:
+        """Copies: what all rows hold, once more."""
+        flat = pages.flatten()
+        return Opened(*self.read(flat), torch.arange(len(flat)).view_as(pages))
+
+    def move_in_place(
+        self,
+        cache: Opened,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+        total: int,
+    ) -> None:
+        """`cache` is a copy, so nothing that is written is read."""
+        size = self.pool.block_size
+        for row, count in enumerate(counts.tolist()):
+            position = kept[row, :, : count * size].long()
+            page, slot = cache.pages[row][position // size], position % size
+            head = torch.arange(len(position))[:, None]
+            keys = cache.keys[page, head, :, slot].unflatten(1, (count, size)).transpose(0, 1)
+            values = cache.values[page, head, slot].unflatten(1, (count, size)).transpose(0, 1)
+            self._layout.pack(self.pool.pages, targets[row, :count].long(), keys.mT, values)
 
     def _move(self, finished: Finished, move: Move) -> None:
         """In place all layers are read before any is written: one's target is another's source."""

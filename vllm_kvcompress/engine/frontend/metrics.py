@@ -82,6 +82,16 @@ COUNTERS: Mapping[str, Counted] = {
         "Prompts packed into their own blocks: the pool had none free.",
         lambda counts: counts["in_place"],
     ),
+    "repacked_answers": Counted(
+        "",
+        "Times that an answer was packed again to its budget.",
+        lambda counts: counts["repacked"],
+    ),
+    "freed_answer_blocks": Counted(
+        "",
+        "KV blocks that went back to the pool by that.",
+        lambda counts: counts["answer_blocks"],
+    ),
     "layer_tokens": Counted("layer", "Tokens that compressed prompts keep, by layer.", _by_layer),
 }
 _refusals: Counter | None = None
@@ -152,6 +162,8 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "min_prompt": str(settings.min_prompt),
             "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),
+            "decode_budget": str(settings.decode_budget or ""),
+            "decode_interval": str(settings.decode_interval if settings.decode_budget else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
         }

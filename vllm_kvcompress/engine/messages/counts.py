@@ -36,6 +36,10 @@ class Counts(TypedDict):
     """Per compressed prompt, what is kept of it as a share."""
     seconds: list[float]
     """Per compressed prompt, what scoring and packing took on the worker's device."""
+    repacked: int
+    """Times that an answer was packed again."""
+    answer_blocks: int
+    """Blocks that went back to the pool by that."""
 
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:

@@ -33,6 +33,26 @@ class Compression:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repack:
+    """One request that is packed again after this step, in place.
+
+    Args:
+        request_id: vLLM's request id.
+        settings: what chooses.
+        plan: pages over all layers, and how many of its tokens no layer exceeds.
+        tokens: tokens computed when the step ends, a multiple of the block.
+        destination: vLLM block ids that receive what is kept; empty where layers keep the pages
+            that they have.
+    """
+
+    request_id: str
+    settings: CompressionConfig
+    plan: PagePlan
+    tokens: int
+    destination: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What the workers have to do in one step, when there is something to do.
 
@@ -41,17 +61,23 @@ class StepPlan:
         observe: requests that run a chunk of their prefill but not its end, and will be
             compressed at its end, with their settings: what the end needs must be kept.
         compress: requests whose prefill ends in this step.
+        grow: requests whose answer is bounded from this step on: their queries must be kept.
+        repack: requests that are packed again after this step.
     """
 
     number: int
     observe: tuple[tuple[str, CompressionConfig], ...]
     compress: tuple[Compression, ...]
+    grow: tuple[str, ...] = ()
+    repack: tuple[Repack, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """The requests whose prefills this step watches or ends."""
-        observed = (request_id for request_id, _ in self.observe)
-        return (*observed, *(todo.request_id for todo in self.compress))
+        """The requests that this step has something to do for."""
+        observed = [request_id for request_id, _ in self.observe]
+        compressed = [todo.request_id for todo in self.compress]
+        again = [todo.request_id for todo in self.repack]
+        return tuple(dict.fromkeys((*observed, *compressed, *again, *self.grow)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.page_tables import page_tables
+from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.errors import SeamError
 
 
@@ -115,6 +116,8 @@ class PagePool:
         # What `_row_slots` holds.
         self._uploaded: list[int] = []
         self._views: dict[int, LayerTables] = {}
+        # Told of each step's rows: where the queries of growing answers go.
+        self.ring: QueryRing | None = None
         self._slots: dict[str, int] = {}
         self._free = list(range(max_requests, 0, -1))
 
@@ -144,6 +147,35 @@ class PagePool:
         ids = async_tensor_h2d(list(blocks), device=self.pages.device, dtype=torch.int64)
         return self.every_layer(ids).T.flatten()
 
+    def admit(self, request_id: str) -> None:
+        """Give a request a slot before anything of it is packed."""
+        slot = self._slots[request_id] = self._free.pop()
+        self._first_block[slot] = 0
+        self._num_packed[slot] = 0
+
+    def held(self, rows: Sequence[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What some rows of this step's batch hold, as `tables` found it.
+
+        Returns:
+            Flat pages ``[R, L, W]`` int64, W at most `columns`, and tokens ``[R, L]`` int32.
+        """
+        at = async_tensor_h2d(list(rows), device=self.pages.device, dtype=torch.int64)
+        tables = self._tables[:, :, :columns].index_select(1, at)
+        lengths = self._lengths.index_select(1, at)
+        return tables.transpose(0, 1).long(), lengths.T.contiguous()
+
+    def packed(self, request_id: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A request's packed pages ``[L, max_blocks]`` and how many each layer has ``[L]``, int32.
+
+        Views of the pool's own.
+        """
+        slot = self._slots[request_id]
+        return self._packed[slot], self._num_packed[slot]
+
+    def advance(self, request_id: str, first_block: int) -> None:
+        """From now on the request reads its packed pages, then its blocks from `first_block` on."""
+        self._first_block[self._slots[request_id]] = first_block
+
     def assign(
         self, request_id: str, pages: torch.Tensor, counts: torch.Tensor, first_block: int
     ) -> torch.Tensor:
@@ -156,7 +188,9 @@ class PagePool:
         Returns:
             ``[L, max_blocks]`` int32, each layer's pages, 0 behind them: a view of the pool's own.
         """
-        slot = self._slots[request_id] = self._free.pop()
+        if request_id not in self._slots:
+            self._slots[request_id] = self._free.pop()
+        slot = self._slots[request_id]
         self._first_block[slot] = first_block
         self._num_packed[slot] = counts
         column = torch.arange(self._packed.shape[2], device=pages.device)
@@ -208,6 +242,8 @@ class PagePool:
             self._tables,
             self._lengths,
         )
+        if self.ring is not None:
+            self.ring.follow(self._row_slots, seq_lens, self._live, rows)
         if rows not in self._views:
             tables, lengths = self._tables[:, :rows], self._lengths[:, :rows]
             self._views[rows] = LayerTables(tables.unbind(), lengths.unbind())

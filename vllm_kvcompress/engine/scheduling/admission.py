@@ -36,12 +36,14 @@ class Decision:
     Args:
         settings: what compresses it; None when it is left whole.
         reason: why it is left whole, one of REASONS; empty when it is compressed.
+        growing: what bounds its answer; None when it may grow.
         final: the request was admitted, so that this will not change.
         error: for INVALID, what is wrong with what it asks for.
     """
 
     settings: CompressionConfig | None
     reason: str = ""
+    growing: CompressionConfig | None = None
     final: bool = False
     error: str = ""
 
@@ -109,6 +111,12 @@ class Admissions:
             return Decision(None, INVALID, error=str(e))
         if settings is None:
             return Decision(None, OFF)
+        decision = self._of_prompt(request, settings)
+        if settings.decode_budget is not None:
+            decision.growing = settings
+        return decision
+
+    def _of_prompt(self, request: Request, settings: CompressionConfig) -> Decision:
         if request.num_prompt_tokens < settings.min_prompt:
             return Decision(None, SHORT_PROMPT)
         if request.max_tokens < settings.min_output:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.messages.step import Compression, StepPlan
+from vllm_kvcompress.engine.messages.step import Compression, Repack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.errors import ConfigError
@@ -99,6 +99,12 @@ def compressed_specs(
                 "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
+    if settings.decode_budget is not None and settings.decode_interval % first.block_size:
+        raise ConfigError(
+            "--kv-decode-interval must be a multiple of the KV block, which has"
+            f" {first.block_size} tokens here, got {settings.decode_interval}; set it to"
+            f" {max(settings.decode_interval // first.block_size, 1) * first.block_size}"
+        )
     return {name: _compressed(spec, len(specs), settings) for name, spec in specs.items()}
 
 
@@ -129,6 +135,9 @@ class CompressedManager(FullAttentionManager):
         self._cacheable: dict[str, int] = {}
         self._observe: dict[str, CompressionConfig] = {}
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
+        # Requests whose answers are bounded from this step on, and those packed again after it.
+        self._grow: list[str] = []
+        self._repacks: dict[str, tuple[PagePlan, int, list[KVCacheBlock]]] = {}
         self._plan_numbers = itertools.count(1)
 
     def use(self, settings: CompressionConfig) -> None:
@@ -194,13 +203,16 @@ class CompressedManager(FullAttentionManager):
             request_id, num_tokens, num_tokens_main_model
         )
         if self.planner.is_settled(request_id):
+            self._repack(request_id, num_tokens)
             return new_blocks
         if reason := self.planner.admit(request_id):
             self.tally.skipped[reason] += 1
         plan = self.planner.plan_of(request_id)
         if self.planner.ends_prefill(request_id, num_tokens):
-            self.planner.settle(request_id)
+            self.planner.settle(request_id, plan)
             self._observe.pop(request_id, None)
+            if request_id in self.planner.growing:
+                self._grow.append(request_id)
             if plan is not None:
                 self._reserve(request_id, plan)
         elif plan is not None:
@@ -226,6 +238,36 @@ class CompressedManager(FullAttentionManager):
         self._packed[request_id] = fresh
         self._planned[request_id] = (plan, own)
 
+    def _repack(self, request_id: str, num_tokens: int) -> None:
+        """Plan to pack what an answer holds, if this step's length says so.
+
+        The first time the request may need more blocks than it has packed ones: its own unshared
+        ones, the latest first, and fresh ones for what is missing. Where the pool has none, it
+        waits for the next block to fill.
+        """
+        growth = self.planner.growing.get(request_id)
+        plan = None if growth is None else growth.plan(num_tokens)
+        if growth is None or plan is None:
+            return
+        blocks = num_tokens // self.block_size
+        packed = self._packed.get(request_id, [])
+        missing = plan.blocks - len(packed)
+        mine = [
+            (at, block)
+            for at, block in enumerate(self.req_to_blocks[request_id][:blocks])
+            if at >= growth.first_block and block.ref_cnt == 1
+        ]
+        mine = mine[max(len(mine) - max(missing, 0), 0) :]
+        missing -= len(mine)
+        if missing > self.block_pool.get_num_free_blocks():
+            return
+        self.block_pool.evict_blocks({block.block_id for _, block in mine})
+        cacheable = min([blocks, *(at for at, _ in mine)]) * self.block_size
+        self._cacheable[request_id] = min(self._cacheable.get(request_id, cacheable), cacheable)
+        if missing > 0:
+            self._packed[request_id] = packed + self.block_pool.get_new_blocks(missing)
+        self._repacks[request_id] = (plan, blocks, [block for _, block in mine])
+
     # -- handing over, once the step is scheduled ---------------------------------------------
 
     def take_step(self) -> StepPlan | None:
@@ -235,13 +277,20 @@ class CompressedManager(FullAttentionManager):
         later step, after this step has read it. So does the order of outputs, if the workers
         lose the plan: the scheduler hears of it before any later step's tokens.
         """
-        if not self._observe and not self._planned:
+        if not (self._observe or self._planned or self._grow or self._repacks):
             return None
-        observe = tuple(self._observe.items())
+        observe, grow = tuple(self._observe.items()), tuple(self._grow)
         compress = tuple(self._hand_over(*item) for item in self._planned.items())
-        self._observe.clear()
-        self._planned.clear()
-        return StepPlan(number=next(self._plan_numbers), observe=observe, compress=compress)
+        repack = tuple(self._hand_over_again(*item) for item in self._repacks.items())
+        for done in (self._observe, self._planned, self._grow, self._repacks):
+            done.clear()
+        return StepPlan(
+            number=next(self._plan_numbers),
+            observe=observe,
+            compress=compress,
+            grow=grow,
+            repack=repack,
+        )
 
     def _hand_over(
         self, request_id: str, planned: tuple[PagePlan, list[KVCacheBlock]]
@@ -265,6 +314,30 @@ class CompressedManager(FullAttentionManager):
             plan=plan,
             destination=tuple(block.block_id for block in self._packed[request_id]),
             in_place=bool(own),
+        )
+
+    def _hand_over_again(
+        self, request_id: str, planned: tuple[PagePlan, int, list[KVCacheBlock]]
+    ) -> Repack:
+        plan, last, own = planned
+        growth = self.planner.growing[request_id]
+        blocks, kept = self.req_to_blocks[request_id], {block.block_id for block in own}
+        ordinary = blocks[growth.first_block : last]
+        freed = [block for block in reversed(ordinary) if block.block_id not in kept]
+        blocks[growth.first_block : last] = [self._null_block] * len(ordinary)
+        again = growth.frozen
+        packed = self._packed[request_id] = self._packed.get(request_id, []) + own
+        growth.packed(plan, last)
+        before = self.block_pool.get_num_free_blocks()
+        self.block_pool.free_blocks(freed)
+        self.tally.repacked += 1
+        self.tally.answer_blocks += self.block_pool.get_num_free_blocks() - before
+        return Repack(
+            request_id=request_id,
+            settings=growth.settings,
+            plan=plan,
+            tokens=last * self.block_size,
+            destination=() if again else tuple(block.block_id for block in packed),
         )
 
     # -- the prefix cache ---------------------------------------------------------------------
@@ -305,6 +378,9 @@ class CompressedManager(FullAttentionManager):
         self._cacheable.pop(request_id, None)
         self._observe.pop(request_id, None)
         self._planned.pop(request_id, None)
+        self._repacks.pop(request_id, None)
+        if request_id in self._grow:
+            self._grow.remove(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks + self._packed.pop(request_id, [])
 

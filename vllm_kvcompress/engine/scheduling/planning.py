@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.growth import Growth
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
@@ -31,9 +32,12 @@ class Planner:
         self, settings: CompressionConfig, num_layers: int, block_size: int, pool: BlockPool
     ) -> None:
         self.admissions = Admissions(settings, num_layers, block_size, pool)
+        self._num_layers, self._block_size = num_layers, block_size
         self._requests: Mapping[str, Request] | None = None
         # Requests whose prefill ended: they are compressed, or left whole for good.
         self._settled: set[str] = set()
+        # Those among them whose answer is bounded.
+        self.growing: dict[str, Growth] = {}
 
     def follow(self, requests: Mapping[str, Request] | None) -> None:
         """Look up requests here from now on."""
@@ -67,26 +71,44 @@ class Planner:
             return False
         return num_tokens >= int(self.request(request_id).num_tokens)
 
-    def settle(self, request_id: str) -> None:
-        """The prefill ends in this step."""
+    def settle(self, request_id: str, plan: PagePlan | None) -> None:
+        """The prefill ends in this step, and is compressed by `plan`."""
         self._settled.add(request_id)
+        request = self.request(request_id)
+        settings = self.admissions.of(request).growing
+        if settings is None:
+            return
+        growth = self.growing[request_id] = Growth(
+            settings=settings,
+            num_layers=self._num_layers,
+            block_size=self._block_size,
+            prefilled=int(request.num_tokens),
+            last=int(request.num_prompt_tokens + request.max_tokens),
+        )
+        if plan is not None:
+            growth.prefill_packed(plan)
 
     def forget(self, request_id: str) -> None:
         """The request ended or was preempted; unknown ones may be named."""
         self._settled.discard(request_id)
+        self.growing.pop(request_id, None)
 
     def plan_of(self, request_id: str) -> PagePlan | None:
         """The plan for a prefill of all tokens the request has now.
 
         After a preemption these are the prompt and what was generated before it: the same as
-        a fresh request for the same tokens. Whether to compress at all was decided when it was
-        admitted.
+        a fresh request for the same tokens; but where answers are bounded the budget stays that of
+        the prompt, or each preemption would raise it. Whether to compress at all was decided when
+        it was admitted.
         """
         request = self.request(request_id)
         settings = self.admissions.of(request).settings
         if settings is None or request.max_tokens - request.num_output_tokens <= 1:
             # With one token of the answer left, nothing would read a compressed prompt.
             return None
+        if settings.decode_budget is not None and request.num_output_tokens:
+            prompt = settings.tokens_per_layer(request.num_prompt_tokens)
+            settings = settings.variant(budget=prompt)
         return self.admissions.plan(settings, request.num_tokens)
 
     def longest_hit(self, request: Request, max_length: int) -> int:

@@ -23,6 +23,8 @@ class Tally:
         packed_blocks: blocks taken for what is kept.
         in_place: prompts packed into their own blocks.
         packed: what the workers reported.
+        repacked: times that an answer was packed again.
+        answer_blocks: blocks that went back to the pool by that.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
@@ -31,6 +33,8 @@ class Tally:
     packed_blocks: int = 0
     in_place: int = 0
     packed: list[Packed] = field(default_factory=list)
+    repacked: int = 0
+    answer_blocks: int = 0
 
     def report(self, packed: Iterable[Packed]) -> None:
         """Add what a worker has packed."""
@@ -38,7 +42,7 @@ class Tally:
 
     def take(self) -> Counts | None:
         """Everything since the last call as plain values; None when nothing happened."""
-        if not (self.planned or self.skipped or self.packed):
+        if not (self.planned or self.skipped or self.packed or self.repacked):
             return None
         layers = zip(*(done.layer_tokens for done in self.packed), strict=True)
         taken: Counts = {
@@ -53,9 +57,12 @@ class Tally:
             "ratios": [done.kept / done.tokens for done in self.packed],
             "seconds": [done.seconds for done in self.packed],
             "layer_tokens": [sum(tokens) for tokens in layers],
+            "repacked": self.repacked,
+            "answer_blocks": self.answer_blocks,
         }
         self.planned.clear()
         self.skipped.clear()
         self.packed.clear()
         self.freed_blocks = self.packed_blocks = self.in_place = 0
+        self.repacked = self.answer_blocks = 0
         return taken

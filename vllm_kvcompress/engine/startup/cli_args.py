@@ -59,6 +59,16 @@ FLAGS = {
         "SHARE",
         "Share of the KV pool in use, the prompt included, under which it is left whole.",
     ),
+    "--kv-decode-budget": (
+        "decode_budget",
+        "TOKENS",
+        "Tokens per layer that a request may hold while it answers; without it answers grow.",
+    ),
+    "--kv-decode-interval": (
+        "decode_interval",
+        "TOKENS",
+        "Tokens of an answer after which it is packed again: a multiple of the KV block.",
+    ),
     "--kv-allow-override": (
         "allow_override",
         "METHODS",

@@ -93,6 +93,12 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             "prompts are left whole below %g of the pool in use, the prompt included",
             settings.pressure,
         )
+    if settings.decode_budget is not None:
+        logger.info(
+            "answers are held to %d tokens per layer, packed again every %d tokens",
+            settings.decode_budget,
+            settings.decode_interval,
+        )
     for variant in settings.variants:
         parts = variant.parts
         if parameters := published(parts.allocator, settings.model, variant.budget):

@@ -12,6 +12,9 @@ from vllm.platforms import current_platform
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.model_traits import Traits, traits_of, unsupported
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.repacking import obstacle
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -247,6 +250,23 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     return None
 
 
+def _answers_bounded(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    if settings.decode_budget is None:
+        return None
+    can = sorted(
+        name
+        for name in PRESETS
+        if not obstacle(method_of(CompressionConfig.parse({"compress": name})))
+    )
+    for variant in settings.variants:
+        if reason := obstacle(method_of(variant)):
+            return (
+                f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
+                f" from {can}, or remove --kv-decode-budget"
+            )
+    return None
+
+
 def front_end() -> str | None:
     """Why the process that takes requests cannot be ours; None when it is vLLM's in Python."""
     if envs.VLLM_USE_RUST_FRONTEND:
@@ -286,5 +306,6 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    if (reason := _window_fits(config, settings)) is not None:
-        raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
+    for of_settings in (_window_fits, _answers_bounded):
+        if (reason := of_settings(config, settings)) is not None:
+            raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

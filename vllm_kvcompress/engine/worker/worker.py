@@ -29,9 +29,11 @@ from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.messages.settings import settings_given
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.scheduling.kv_cache import compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.repacking import ring_window
 
 logger = init_logger("vllm.kvcompress")
 
@@ -176,19 +178,40 @@ def bind_compressor(
         max_blocks=max_blocks(config),
         block_size=block_size,
     )
+    heads, dim = layers[0].impl.num_heads, layers[0].impl.head_size
+    pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
     compressor = PromptCompressor(
         settings,
         pool,
         layers[0].impl.layout(layers[0]),
         scale=scales.pop(),
         num_layers=len(layers),
-        queries=(layers[0].impl.num_heads, layers[0].impl.head_size, config.model_config.dtype),
+        queries=(heads, dim, config.model_config.dtype),
     )
     for index, layer in enumerate(layers):
         layer.impl.bind(compressor, index)
     builders[0].bind(compressor, batch_order(runner))
     watch_every_layer(runner, compressor, config.parallel_config)
     return compressor
+
+
+def query_ring(
+    config: VllmConfig, settings: CompressionConfig, pool: PagePool, *, heads: int, dim: int
+) -> QueryRing | None:
+    """Room for the last queries of every request, where answers are bounded and one is read."""
+    window = ring_window(settings)
+    if not window:
+        return None
+    return QueryRing(
+        layers=len(pool.layer_offset),
+        slots=config.scheduler_config.max_num_seqs + 1,
+        window=window,
+        heads=heads,
+        dim=dim,
+        max_rows=max_rows(config),
+        dtype=config.model_config.dtype,
+        device=pool.pages.device,
+    )
 
 
 def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: ParallelConfig) -> None:
@@ -211,7 +234,7 @@ def watch_every_layer(runner: Any, compressor: PromptCompressor, parallel: Paral
     def dispatching(
         num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
     ) -> Any:
-        if not compressor.planned:
+        if not compressor.must_see_layers:
             return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
         descriptor = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
         if descriptor.cg_mode != CUDAGraphMode.FULL and parallel.data_parallel_size == 1:

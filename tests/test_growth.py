@@ -1,0 +1,124 @@
+"""When an answer is packed again, and what it may hold: from lengths alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import Growth, most_blocks
+
+prop = settings(derandomize=True, deadline=None, max_examples=150)
+
+
+def config(**more):
+    return CompressionConfig.parse({"compress": "snapkv", "min_prompt": 1, **more})
+
+
+@st.composite
+def answers(draw):
+    """A request whose prefill has ended, and the tokens of its prompt and its answer."""
+    block = draw(st.sampled_from([1, 4, 16]))
+    interval = block * draw(st.integers(1, 6))
+    window = draw(st.integers(1, min(interval, 8)))
+    layers, prompt = draw(st.integers(1, 5)), draw(st.integers(1, 30 * block))
+    made = config(
+        window=window,
+        decode_budget=draw(st.integers(window + 1, 25 * block + window + 1)),
+        decode_interval=interval,
+        decode_window=window,
+        budget=draw(st.floats(0.05, 1.0)),
+    )
+    growth = Growth(
+        settings=made,
+        num_layers=layers,
+        block_size=block,
+        prefilled=prompt,
+        last=prompt + draw(st.integers(1, 60 * block)),
+    )
+    plan = made.page_plan(layers, prompt, block)
+    if plan is not None:
+        growth.prefill_packed(plan)
+    return growth, 0 if plan is None else plan.blocks
+
+
+@prop
+@given(answers())
+def test_what_is_held_stays_within_its_bound(case):
+    """From the first time on; pages are exact, and a layer's bound on the host holds."""
+    growth, packed = case
+    size, layers, frozen = growth.block_size, growth.num_layers, None
+    interval = growth.settings.decode_interval
+    for tokens in range(growth.prefilled + 1, growth.last):
+        held = packed + -(-tokens // size) - growth.first_block
+        if growth.frozen:
+            assert held <= -(-growth.cap // layers) + interval // size + 1
+        plan = growth.plan(tokens)
+        if plan is None:
+            continue
+        before = growth.pages + layers * (tokens // size - growth.first_block)
+        assert tokens % size == 0
+        assert tokens - growth.first_block * size >= interval
+        assert tokens + 1 < growth.last
+        assert plan.pages < before
+        assert layers * growth.floor_pages <= plan.pages
+        assert -(-before // layers) <= plan.full_blocks
+        assert plan.tail == 0
+        if frozen is not None:
+            assert plan.pages == frozen
+        packed, frozen = plan.blocks, plan.pages
+        growth.packed(plan, tokens // size)
+        assert growth.most_pages * layers >= growth.pages
+
+
+@prop
+@given(answers())
+def test_the_most_that_is_held(case):
+    growth, packed = case
+    other = Growth(
+        settings=growth.settings,
+        num_layers=growth.num_layers,
+        block_size=growth.block_size,
+        prefilled=growth.prefilled,
+        last=growth.last,
+        pages=growth.pages,
+        first_block=growth.first_block,
+        most_pages=growth.most_pages,
+    )
+    size, own, seen = growth.block_size, packed, []
+    for tokens in range(growth.prefilled, growth.last):
+        seen.append(own + -(-tokens // size) - growth.first_block)
+        plan = growth.plan(tokens) if tokens > growth.prefilled else None
+        if plan is not None:
+            own = plan.blocks
+            growth.packed(plan, tokens // size)
+    assert most_blocks(other, packed=packed, tokens=growth.last - 1) == max(seen)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"decode_interval": 64}, "decode_interval is of a decode budget, and none is given"),
+        ({"decode_window": 4}, "decode_window is of a decode budget, and none is given"),
+        ({"decode_budget": 8}, "decode_budget=8 tokens per layer cannot hold the window of 8"),
+        ({"decode_budget": 0}, "decode_budget"),
+        ({"decode_budget": 12.5}, "decode_budget must be a whole number of tokens, got 12.5"),
+        ({"decode_budget": True}, "decode_budget must be a whole number of tokens, got True"),
+        ({"decode_budget": 64, "decode_window": 0}, "decode_window must be at least 1"),
+        (
+            {"decode_budget": 64, "decode_window": 1, "compress": "cake"},
+            "decode_window must be at least 2",
+        ),
+        ({"decode_budget": 64, "decode_interval": 4}, "at most decode_interval=4, got 8"),
+    ],
+)
+def test_settings_that_mean_nothing(given, words):
+    with pytest.raises(ConfigError) as refused:
+        config(**given)
+    assert words in str(refused.value)
+
+
+def test_windows_that_judge_an_answer():
+    for name, window in {"tova": 1, "streamingllm": 0, "cake": 8, "cake-chunk": 8}.items():
+        assert config(compress=name, decode_budget=64).resolved_decode_window == window
+    assert config(decode_budget=64, decode_window=20).resolved_decode_window == 20

@@ -1,0 +1,141 @@
+"""After a step: what some requests hold, packed again to their budget, in the pages they have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.engine.compression.packer import Packer
+from vllm_kvcompress.engine.messages.step import Repack
+from vllm_kvcompress.engine.pages.query_ring import QueryRing
+from vllm_kvcompress.memory import answers_at_once, layers_at_once
+from vllm_kvcompress.pipeline import Method, Observed, method_of
+from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.repacking import Rows, kept_slots, observe_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A request that is to be packed again.
+
+    Args:
+        todo: its place in the scheduler's plan.
+        row: of this step's batch.
+    """
+
+    todo: Repack
+    row: int
+
+
+class Repacker:
+    """Packs what requests hold again, within the page pool of one worker.
+
+    Requests of one method share their launches, as many as take no more memory than the
+    compression of one longest prompt does. All of them are read before any is written, through a
+    staging buffer of one KV head.
+
+    Args:
+        packer: of this worker's pages.
+        ring: the last queries; None where no method reads any.
+    """
+
+    def __init__(self, packer: Packer, ring: QueryRing | None) -> None:
+        self._packer, self._pool, self._ring = packer, packer.pool, ring
+
+    def run(self, due: Sequence[Due]) -> None:
+        """Pack all of them; how much each layer keeps stays on the device."""
+        ordered = sorted(due, key=lambda each: (str(each.todo.settings), each.todo.plan.tokens))
+        for settings, group in groupby(ordered, key=lambda each: each.todo.settings):
+            together = list(group)
+            # the last one is the longest, and those of one method keep as much
+            largest = max((each.todo.plan for each in together), key=lambda plan: plan.pages)
+            plan = replace(largest, tokens=together[-1].todo.plan.tokens)
+            at_once = answers_at_once(plan, self._pool.longest)
+            for start in range(0, len(together), at_once):
+                self._run(method_of(settings), together[start : start + at_once])
+
+    def warm_up(self, settings: CompressionConfig) -> None:
+        """Pack answers of nobody by every method that one may come by: rows of no tokens."""
+        layers, size = self._packer.num_layers, self._pool.block_size
+        for variant in settings.variants:
+            window = variant.resolved_decode_window
+            pages = layers * (window // size + 2)
+            plan = PagePlan(
+                num_layers=layers,
+                tokens=(window // size + 4) * size,
+                block_size=size,
+                window=window,
+                budget=pages // layers * size,
+                pages=pages,
+                total=pages * size,
+            )
+            for destination in ((0,) * plan.blocks, ()):
+                todo = Repack(
+                    request_id="",
+                    settings=variant,
+                    plan=plan,
+                    tokens=plan.tokens,
+                    destination=destination,
+                )
+                self._pool.admit("")
+                self.run([Due(todo=todo, row=0)])
+                self._pool.forget("")
+
+    def _run(self, method: Method, due: Sequence[Due]) -> None:
+        pool, size = self._pool, self._pool.block_size
+        layers, todos = self._packer.num_layers, [each.todo for each in due]
+        window = todos[0].plan.window
+        most_pages = max(todo.plan.full_blocks for todo in todos)
+        tables, lengths = pool.held([each.row for each in due], most_pages)
+        if lengths.device.type == "cpu":
+            # It costs nothing to ask, and tables are as wide as any layer could be.
+            most_pages = int(lengths.max()) // size
+            tables = tables[..., :most_pages]
+        cache = self._packer.opened(tables.flatten(0, 1))
+        rows = Rows(
+            key_pages=cache.keys,
+            pages=cache.pages,
+            lengths=lengths.flatten(),
+            most=tables.shape[2] * size,
+            scale=self._packer.scale,
+        )
+        at_once = layers_at_once(pool.longest, rows.most)
+        query = None
+        if Reads.WINDOW in method.reads:
+            assert self._ring is not None, method
+            slots = pool.slots([todo.request_id for todo in todos])
+            latest = self._ring.latest(slots, [todo.tokens for todo in todos])
+            query = latest[:, :, -window:].flatten(0, 1)
+        scores, observed = observe_rows(method, rows, query, window, at_once)
+        every_count, every_target = [], []
+        for index, todo in enumerate(todos):
+            own = observed[index * layers : (index + 1) * layers]
+            counts, targets = self._places(method, todo, own, lengths[index] // size)
+            every_count.append(counts)
+            every_target.append(targets)
+        counts = torch.cat(every_count)
+        targets = torch.cat(every_target)
+        widest = max(todo.plan.most_pages for todo in todos)
+        if counts.device.type == "cpu":
+            widest = int(counts.max())
+        kept = kept_slots(scores, rows, counts, window, size, widest, method.selector)
+        total = sum(todo.plan.pages for todo in todos)
+        self._packer.move_in_place(cache, kept, counts, targets[:, :widest], total)
+
+    def _places(
+        self, method: Method, todo: Repack, observed: list[Observed], held: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many pages each layer keeps ``[L]`` int32, and which ``[L, max_blocks]`` int32."""
+        pool, first_block = self._pool, todo.tokens // self._pool.block_size
+        if not todo.destination:
+            targets, counts = pool.packed(todo.request_id)
+            pool.advance(todo.request_id, first_block)
+            return counts, targets
+        pages = method.layer_pages(todo.plan, observed, held.long())
+        counts = to_device(pages, torch.int32, pool.pages.device)
+        free = pool.destination(todo.destination)[: todo.plan.pages]
+        return counts, pool.assign(todo.request_id, free, counts, first_block)

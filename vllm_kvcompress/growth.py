@@ -1,0 +1,101 @@
+"""What becomes of an answer as it grows: when it is packed again, from lengths alone."""
+
+from dataclasses import dataclass
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.plan import PagePlan
+
+
+@dataclass(slots=True, kw_only=True)
+class Growth:
+    """A request whose memory is bounded while it decodes.
+
+    Args:
+        settings: what packs it.
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        prefilled: tokens when its prefill ended; later ones leave their queries.
+        last: tokens of its longest answer and its prompt.
+        pages: pages packed over all layers.
+        first_block: index of its first ordinary block.
+        most_pages: pages that no layer exceeds among the packed ones.
+        frozen: it was packed again: layers keep their counts from now on.
+    """
+
+    settings: CompressionConfig
+    num_layers: int
+    block_size: int
+    prefilled: int
+    last: int
+    pages: int = 0
+    first_block: int = 0
+    most_pages: int = 0
+    frozen: bool = False
+
+    def prefill_packed(self, plan: PagePlan) -> None:
+        """Its prompt is compressed in the step that ends its prefill."""
+        self.pages, self.first_block = plan.pages, plan.full_blocks
+        self.most_pages = plan.most_pages
+
+    @property
+    def floor_pages(self) -> int:
+        """Pages that every layer needs: for the window, or one."""
+        return max(-(-self.settings.resolved_decode_window // self.block_size), 1)
+
+    @property
+    def cap(self) -> int:
+        """Pages that are held over all layers once the answer was packed again, P."""
+        budget = self.settings.decode_budget
+        assert budget is not None
+        wanted = self.num_layers * budget // self.block_size
+        return max(self.pages, wanted, self.num_layers * self.floor_pages)
+
+    def plan(self, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+
+        It must fill a block, be `decode_interval` tokens after the last time and a window after
+        the prefill, leave something to read it, and hold more than it may.
+        """
+        size, settings = self.block_size, self.settings
+        blocks, rest = divmod(tokens, size)
+        window = settings.resolved_decode_window
+        if rest or (blocks - self.first_block) * size < settings.decode_interval:
+            return None
+        # The step's own token is the next after `tokens`: another step must read what is packed.
+        if tokens - self.prefilled < window or tokens + 1 >= self.last:
+            return None
+        if self.pages + self.num_layers * (blocks - self.first_block) <= self.cap:
+            return None
+        most = self.most_pages + blocks - self.first_block
+        return PagePlan(
+            num_layers=self.num_layers,
+            tokens=most * size,
+            block_size=size,
+            window=window,
+            budget=max(self.cap * size // self.num_layers, window + 1),
+            pages=self.cap,
+            total=self.cap * size,
+        )
+
+    def packed(self, plan: PagePlan, blocks: int) -> None:
+        """It was packed by `plan`, when it held `blocks` in vLLM's count."""
+        if not self.frozen:
+            self.most_pages = min(plan.full_blocks, plan.most_pages)
+        self.pages, self.first_block, self.frozen = plan.pages, blocks, True
+
+
+def most_blocks(growth: Growth, *, packed: int, tokens: int) -> int:
+    """Blocks that a request holds at most until `tokens` of it are in the cache.
+
+    Args:
+        growth: of the request when its prefill has ended; it is moved on.
+        packed: blocks that its compressed prompt was packed into, 0 without.
+    """
+    size, most = growth.block_size, 0
+    for blocks in range(growth.prefilled // size, tokens // size + 1):
+        most = max(most, packed + blocks - growth.first_block)
+        plan = growth.plan(blocks * size) if blocks * size > growth.prefilled else None
+        if plan is not None:
+            packed = plan.blocks
+            growth.packed(plan, blocks)
+    return max(most, packed + -(-tokens // size) - growth.first_block)
