@@ -84,6 +84,15 @@ class Growth:
         self.pages, self.first_block, self.frozen = plan.pages, blocks, True
 
 
+def wrong_interval(interval: int, block_size: int) -> str:
+    """Why answers cannot be packed every `interval` tokens, in a sentence."""
+    fits = max(interval // block_size, 1) * block_size
+    return (
+        "--kv-decode-interval must be a multiple of the KV block, which has"
+        f" {block_size} tokens here, got {interval}; set it to {fits}"
+    )
+
+
 def most_blocks(growth: Growth, *, packed: int, tokens: int) -> int:
     """Blocks that a request holds at most until `tokens` of it are in the cache.
 

@@ -86,6 +86,14 @@ def test_trap_12_layers_that_are_not_alike(last, reason, turned):
     assert "without --kv-compress" in str(refusal.value)
 
 
+def test_an_interval_between_two_blocks():
+    settings = CompressionConfig.parse(
+        {"compress": "cake", "decode_budget": 64, "decode_interval": 48}
+    )
+    with pytest.raises(ConfigError, match="has 32 tokens here, got 48; set it to 32"):
+        compressed_specs({"a": full()}, settings)
+
+
 def test_a_model_without_a_cache():
     with pytest.raises(ConfigError, match="needs a model with a KV cache"):
         compressed_specs({}, CAKE)

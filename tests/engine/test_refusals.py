@@ -56,6 +56,27 @@ def test_the_settings_are_part_of_vllms_hash(model):
         ({"scheduler_cls": "somebody.Else"}, "own scheduler", "--scheduler-cls"),
         ({"worker_cls": "somebody.Elses"}, "vLLM's own workers", "--worker-cls"),
         ({"runner": "pooling"}, "only generating models", "without --kv-compress"),
+        *(
+            (
+                {"additional_config": settings(name, decode_budget=64)},
+                f"cannot bound answers by '{name}'",
+                "choose from ['cake', 'cake-chunk', 'chunkkv', 'pyramidkv', 'snapkv',",
+            )
+            for name in ("h2o", "d2o", "dynamickv", "caote", "keydiff", "random", "defensivekv")
+        ),
+        (
+            {"additional_config": settings("snapkv", decode_budget=64, allow_override="h2o")},
+            "cannot bound answers by 'h2o'",
+            "or remove --kv-decode-budget",
+        ),
+        (
+            {
+                "additional_config": settings(decode_budget=64, decode_interval=130),
+                "block_size": 32,
+            },
+            "must be a multiple of the KV block, which has 32 tokens here, got 130",
+            "set it to 128",
+        ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )

@@ -30,6 +30,7 @@ from vllm_kvcompress.engine.messages.step import Compression, Repack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import wrong_interval
 from vllm_kvcompress.plan import PagePlan
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -100,11 +101,7 @@ def compressed_specs(
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
     if settings.decode_budget is not None and settings.decode_interval % first.block_size:
-        raise ConfigError(
-            "--kv-decode-interval must be a multiple of the KV block, which has"
-            f" {first.block_size} tokens here, got {settings.decode_interval}; set it to"
-            f" {max(settings.decode_interval // first.block_size, 1) * first.block_size}"
-        )
+        raise ConfigError(wrong_interval(settings.decode_interval, first.block_size))
     return {name: _compressed(spec, len(specs), settings) for name, spec in specs.items()}
 
 

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import wrong_interval
 from vllm_kvcompress.model_traits import Traits, traits_of, unsupported
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.policies.presets import PRESETS
@@ -264,6 +265,10 @@ def _answers_bounded(config: VllmConfig, settings: CompressionConfig) -> str | N
                 f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
                 f" from {can}, or remove --kv-decode-budget"
             )
+    block, interval = config.cache_config.block_size, settings.decode_interval
+    # where vLLM chooses it later, each layer's cache is asked again
+    if block and interval % block:
+        return wrong_interval(interval, block)
     return None
 
 

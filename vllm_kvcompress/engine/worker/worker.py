@@ -31,8 +31,9 @@ from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.scheduling.kv_cache import compressed_specs
-from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows
+from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.memory import ring_bytes
 from vllm_kvcompress.repacking import ring_window
 
 logger = init_logger("vllm.kvcompress")
@@ -202,6 +203,11 @@ def query_ring(
     window = ring_window(settings)
     if not window:
         return None
+    logger.info(
+        "the last %d queries of every request take %.2f GiB beside the cache",
+        window,
+        ring_bytes(sizes_of(config), settings) / 2**30,
+    )
     return QueryRing(
         layers=len(pool.layer_offset),
         slots=config.scheduler_config.max_num_seqs + 1,
