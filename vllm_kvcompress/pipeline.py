@@ -17,7 +17,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.plan import Columns, LayerStats, PagedKeys, PagedValues, PagePlan
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector
-from vllm_kvcompress.policies.budgets import round_to_pages
+from vllm_kvcompress.policies.budgets import apportion, round_to_pages
 from vllm_kvcompress.policies.presets import Merge
 from vllm_kvcompress.policies.scorers.accumulated import column_means
 
@@ -233,12 +233,15 @@ def layer_pages(
 ) -> torch.Tensor:
     """``[L]`` int64: pages that each layer keeps, where its statistics are; sum `plan.pages`.
 
-    Each is between the window's pages and all, or what `caps` ``[L]`` says that the layer has.
+    Each is between the window's pages and all, or what `caps` ``[L]`` says that the layer has: what
+    it cannot hold goes to the others, in proportion to what they got.
     """
-    tokens = allocator.allocate(plan.prompt, stats) + plan.window
+    past = allocator.allocate(plan.prompt, stats)
     if caps is not None:
-        tokens = to_device(tokens, torch.int64, caps.device)
-    return round_to_pages(tokens, plan, caps)
+        room = (caps * plan.block_size - plan.window).clamp(min=0)
+        past = to_device(past, torch.int64, caps.device)
+        past = apportion(past, past.sum(), room)
+    return round_to_pages(past + plan.window, plan, caps)
 
 
 def most_pages(plan: PagePlan, pages: torch.Tensor) -> int:

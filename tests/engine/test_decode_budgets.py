@@ -70,8 +70,8 @@ def rounded(shares, total, low, caps):
     return whole
 
 
-def budgets(method, stats, layers, most, pages, w):
-    """Tokens of each layer."""
+def budgets(method, stats, layers, most, pages, w, lengths):
+    """Tokens of each layer: what one cannot hold goes to the others, in proportion."""
     total, past = pages * BLOCK, most - w
     base = pages * BLOCK // layers - w
     if method in ("cake", "cake-chunk"):
@@ -83,6 +83,7 @@ def budgets(method, stats, layers, most, pages, w):
         given = ref.pyramid_budgets(layers, base, past)
     else:
         given = [min(base, past)] * layers
+    given = ref.apportion(given, sum(given), [length - w for length in lengths])
     return [n + w for n in given]
 
 
@@ -155,7 +156,8 @@ class Replay:
         if self.counts is None:
             # what the host knows of the longest layer, which depends on lengths alone
             most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK
-            shares = budgets(self.method, [stats for _, stats in found], shape.layers, most, cap, w)
+            figures = [stats for _, stats in found]
+            shares = budgets(self.method, figures, shape.layers, most, cap, w, lengths)
             low = max(-(-w // BLOCK), 1)
             self.counts = rounded(shares, cap, low, [n // BLOCK for n in lengths])
         size = {"chunkkv": 10, "cake-chunk": 20}.get(self.method)

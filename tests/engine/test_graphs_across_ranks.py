@@ -51,7 +51,7 @@ def ranks(monkeypatch, checkpoints_folder):
             manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, 1)
             manager._graphs_captured = True
             (requests, count, uniform), planned = batches[rank]
-            compressor = SimpleNamespace(planned=planned)
+            compressor = SimpleNamespace(must_see_layers=planned)
             runner = SimpleNamespace(cudagraph_manager=manager)
             watch_every_layer(runner, compressor, config.parallel_config)
             found, agreed = dp_utils.dispatch_cg_and_sync_dp(
