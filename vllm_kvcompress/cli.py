@@ -26,6 +26,7 @@ METHOD = typer.Option("--kv-compress", metavar="METHOD", help="As vllm serve tak
 BUDGET = typer.Option("--kv-budget", metavar="BUDGET", help="As vllm serve takes it.")
 WINDOW = typer.Option("--kv-window", metavar="TOKENS", help="As vllm serve takes it.")
 LEAST = typer.Option("--kv-min-prompt", metavar="TOKENS", help="As vllm serve takes it.")
+DECODE = typer.Option("--kv-decode-budget", metavar="TOKENS", help="As vllm serve takes it.")
 EVERYTHING = typer.Option(
     "--kv-compress-config", metavar="JSON", help="Every other setting, as vllm serve takes it."
 )
@@ -76,6 +77,7 @@ def plan(
     overrides: Annotated[str | None, OVERRIDES] = None,
     bounds: Annotated[str | None, BOUNDS] = None,
     aliases: Annotated[list[str] | None, ALIASES] = None,
+    growing: Annotated[int | None, DECODE] = None,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -137,6 +139,7 @@ def plan(
             allow_override=overrides,
             budget_bounds=bounds,
             alias=aliases or None,
+            decode_budget=growing,
         ),
         length=length,
         output=output,
@@ -309,7 +312,7 @@ def _given(
     window: int | None,
     least: int | None,
     everything: str | None,
-    **more: str | list[str] | None,
+    **more: str | int | list[str] | None,
 ) -> dict[str, Any]:
     """The settings that were typed, by their key; flags win over the JSON."""
     settings: dict[str, Any] = {}

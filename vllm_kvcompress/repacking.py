@@ -16,9 +16,11 @@ import torch
 
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.pipeline import Method, Observed
+from vllm_kvcompress.growth import wrong_interval
+from vllm_kvcompress.pipeline import Method, Observed, method_of
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads, Selector
+from vllm_kvcompress.policies.presets import PRESETS
 from vllm_kvcompress.policies.scorers.chance import Random
 
 
@@ -46,6 +48,27 @@ def ring_window(settings: CompressionConfig) -> int:
     if settings.decode_budget is None:
         return 0
     return max(variant.resolved_decode_window for variant in settings.variants)
+
+
+def why_not_bounded(settings: CompressionConfig, block_size: int | None) -> str | None:
+    """Why an engine cannot bound its answers, in a sentence; None if it can, or need not.
+
+    Args:
+        block_size: tokens in a KV block; None where that is not known yet.
+    """
+    if settings.decode_budget is None:
+        return None
+    for variant in settings.variants:
+        if reason := obstacle(method_of(variant)):
+            presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
+            can = sorted(name for name, own in presets.items() if not obstacle(method_of(own)))
+            return (
+                f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
+                f" from {can}, or remove --kv-decode-budget"
+            )
+    if block_size and settings.decode_interval % block_size:
+        return wrong_interval(settings.decode_interval, block_size)
+    return None
 
 
 def obstacle(method: Method) -> str:

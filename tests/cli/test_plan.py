@@ -81,6 +81,25 @@ def test_its_blocks_are_those_the_engine_holds(llm, tiny, length, method, budget
 
 
 @pytest.mark.engine
+def test_an_answer_that_is_bounded_holds_at_most_what_it_says(tiny):
+    """Of a short prompt, and of one that was compressed; the ring of queries is counted too."""
+    own = settings("cake", 0.2, decode_budget=96, decode_interval=64)
+    with engine(tiny, additional_config=own, max_model_len=2048, max_num_seqs=64) as llm:
+        for length, output in ((45, 300), (700, 250)):
+            found = planned(tiny, length, output, own["kvcompress"], longest=2048, requests=64)
+            seen = held_by(llm, tokens(length, seed=1), output)
+            assert (seen[0], max(seen)) == (found.on.decoding, found.on.end)
+            assert max(seen) < found.off.end
+        compression = active_settings(llm.worker.vllm_config.additional_config)
+        assert found.extra_bytes == device_bytes(llm.worker.vllm_config, compression)
+        ring = llm.compressor.pool.ring
+    without = planned(
+        tiny, 700, 250, settings("cake", 0.2)["kvcompress"], longest=2048, requests=64
+    )
+    assert found.extra_bytes - without.extra_bytes >= ring._queries.nbytes
+
+
+@pytest.mark.engine
 def test_its_bytes_are_those_the_engine_takes(llm, tiny):
     found = planned(tiny, 1000, 24, settings("cake", 0.2, allow_override="all")["kvcompress"],
                     longest=2048, requests=64)  # fmt: skip
@@ -161,6 +180,14 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         (["TINY", "--len", 2000, "--kv-allow-override", "caek"], "did you mean 'cake'"),
         (["TINY", "--len", 2000, "--max-model-len", 100], "--max-model-len must hold"),
         (["TINY", "--len", 2000, "--kv-compress-config", "{"], "must be a JSON object"),
+        (
+            ["TINY", "--len", 2000, "--kv-compress", "d2o", "--kv-decode-budget", 64],
+            "--kv-decode-budget cannot bound answers by 'd2o'",
+        ),
+        (
+            ["TINY", "--len", 2000, "--kv-decode-budget", 64, "--block-size", 48],
+            "has 48 tokens here, got 128; set it to 96",
+        ),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_and_status_2(typed, tiny, flags, sentence):

@@ -13,6 +13,7 @@ from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.presets import RECOMMENDED
+from vllm_kvcompress.repacking import why_not_bounded
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -52,7 +53,15 @@ class Answer:
             f" --kv-budget {self.settings.budget}"
         )
         console = Console()
-        show_forecast(self.forecast, title, console, estimated=self.estimated is not None)
+        if self.settings.decode_budget is not None:
+            title += f" --kv-decode-budget {self.settings.decode_budget}"
+        show_forecast(
+            self.forecast,
+            title,
+            console,
+            estimated=self.estimated is not None,
+            bounded=self.settings.decode_budget is not None,
+        )
         for line in (self.defaulted, self.estimated and estimate_line(self.estimated)):
             if line:
                 console.print(line, highlight=False)
@@ -101,6 +110,8 @@ def ask(
         raise ConfigError(
             f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
         )
+    if (reason := why_not_bounded(checked, block_size or _BLOCK.get(device))) is not None:
+        raise ConfigError(reason)
     if device not in _BLOCK:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
     if device != "cuda" and gpu_gib is not None:

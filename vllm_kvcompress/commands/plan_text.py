@@ -8,12 +8,18 @@ from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimat
 
 
 def show_forecast(
-    forecast: Forecast, title: str, console: Console, *, estimated: bool = False
+    forecast: Forecast,
+    title: str,
+    console: Console,
+    *,
+    estimated: bool = False,
+    bounded: bool = False,
 ) -> None:
     """Print what a request takes off and compressed, and how many fit.
 
     Args:
         estimated: the pool's size is an estimate.
+        bounded: an answer is packed again as it grows, so it may hold most before its end.
     """
     block, load = forecast.block_bytes, forecast.load
     console.print(title, style="bold", highlight=False)
@@ -21,6 +27,9 @@ def show_forecast(
     for column in table.columns[1:]:
         column.justify = "right"
     kept = round(forecast.kept_tokens)
+    answer = f"blocks after {load.output:,} tokens of answer"
+    if bounded:
+        answer = f"most blocks in {load.output:,} tokens of answer"
     table.add_row(
         "tokens kept per layer",
         f"{load.prompt:,}",
@@ -30,7 +39,7 @@ def show_forecast(
     for name, off, on in (
         ("blocks in its prefill", forecast.off.prefill, forecast.on.prefill),
         ("blocks while decoding", forecast.off.decoding, forecast.on.decoding),
-        (f"blocks after {load.output:,} tokens of answer", forecast.off.end, forecast.on.end),
+        (answer, forecast.off.end, forecast.on.end),
     ):
         table.add_row(name, f"{off:,}", f"{on:,}", _times(off, on))
     off_bytes, on_bytes = forecast.off.end * block, forecast.on.end * block

@@ -11,11 +11,8 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.growth import wrong_interval
 from vllm_kvcompress.model_traits import Traits, traits_of, unsupported
-from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.policies.presets import PRESETS
-from vllm_kvcompress.repacking import obstacle
+from vllm_kvcompress.repacking import why_not_bounded
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -252,24 +249,8 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 
 def _answers_bounded(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    if settings.decode_budget is None:
-        return None
-    can = sorted(
-        name
-        for name in PRESETS
-        if not obstacle(method_of(CompressionConfig.parse({"compress": name})))
-    )
-    for variant in settings.variants:
-        if reason := obstacle(method_of(variant)):
-            return (
-                f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
-                f" from {can}, or remove --kv-decode-budget"
-            )
-    block, interval = config.cache_config.block_size, settings.decode_interval
-    # where vLLM chooses it later, each layer's cache is asked again
-    if block and interval % block:
-        return wrong_interval(interval, block)
-    return None
+    # where vLLM chooses the block later, each layer's cache is asked again
+    return why_not_bounded(settings, config.cache_config.block_size)
 
 
 def front_end() -> str | None:
