@@ -14,8 +14,6 @@ work, and probabilities are along the same text:
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_bench import blocks_in_use, in_this_process, tell
 from origin import commit, machine
 
 FULL = "off"
@@ -81,8 +80,7 @@ class Contender:
         start = time.perf_counter()
         done = self.llm.llm_engine.step()
         self.steps.append(time.perf_counter() - start)
-        pool = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-        self.blocks.append(int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()))
+        self.blocks.append(blocks_in_use(self.llm))
         for output in done:
             if output.finished:
                 answer = output.outputs[0]
@@ -204,13 +202,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
 
 def main() -> None:
     args = parse_args()
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="2",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-    )
+    in_this_process(cache_gib=2)
     from vllm_kvcompress.demo.text import english
 
     contenders = {name: contender(name, args) for name in (FULL, *args.methods)}
@@ -226,10 +218,7 @@ def main() -> None:
         one.submit(prompts, args.answer, answers)
     race(contenders)
     result = report(args, contenders)
-    print(json.dumps(result, indent=2))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    tell(result, args.output)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ prefill step, one that computes only decodes is a decode step.
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_bench import blocks_in_use, in_this_process, tell
 from origin import commit, machine
 
 CONFIGURATIONS = ("off", "on", "bound", "idle")
@@ -61,11 +60,6 @@ class Contender:
         running = self.scheduler.running
         waits = bool(self.scheduler.waiting) or not running
         return waits or any(request.is_prefill_chunk for request in running)
-
-    @property
-    def blocks_in_use(self) -> int:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def step(self) -> None:
         times = self.prefill if self.prefilling else self.decode
@@ -169,7 +163,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
                 "decode_step_ms": round(statistics.median(decode[name]) * 1e3, 2),
                 "prefill_s": round(sum(one.prefill), 2),
                 "compression_s": round(sum(one.compression), 3),
-                "blocks_in_use": one.blocks_in_use,
+                "blocks_in_use": blocks_in_use(one.llm),
             }
             for name, one in contenders.items()
         },
@@ -179,20 +173,11 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
 
 def main() -> None:
     args = parse_args()
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="4",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-    )
+    in_this_process(cache_gib=4)
     contenders = {name: contender(name, args) for name in args.only}
     race(contenders, args.steps)
     result = report(args, contenders)
-    print(json.dumps(result, indent=2))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    tell(result, args.output)
 
 
 if __name__ == "__main__":

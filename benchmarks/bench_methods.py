@@ -8,14 +8,13 @@ the rest of the prefill, which is vLLM's own; medians of the rounds.
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from engine_bench import in_this_process, tell
 from origin import commit, machine
 
 GOALS = {"caote": 0.08, "fastcaote": 0.08, "h2o": 0.60, "d2o": 0.60}  # every other method: 0.05
@@ -86,13 +85,7 @@ class Timed:
 
 def main() -> None:
     args = parse_args()
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="2",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-    )
+    in_this_process(cache_gib=2)
     from vllm_kvcompress.demo.text import english
     from vllm_kvcompress.policies.presets import PRESETS
 
@@ -123,10 +116,7 @@ def main() -> None:
             for name, pairs in times.items()
         },
     }
-    print(json.dumps(result, indent=2))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    tell(result, args.output)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,38 @@ class Engine:
         for _ in range(3):
             self.llm.llm_engine.step()
 
+    def record_attention(self) -> dict[int, dict[str, list[Any]]]:
+        """From now on: per layer, what its attention was called with and gave, step by step.
+
+        Of each step's tokens ``[n, heads * dim]``: "q", "k", "v" and "out".
+        """
+        seen: dict[int, dict[str, list[Any]]] = {}
+        context = self.worker.vllm_config.compilation_config.static_forward_context
+        for layer in context.values():
+            if not hasattr(layer, "impl"):
+                continue  # a layer of experts
+            forward = layer.impl.forward
+
+            def recording(
+                lay: Any,
+                q: Any,
+                k: Any,
+                v: Any,
+                *rest: Any,
+                forward: Any = forward,
+                impl: Any = layer.impl,
+                **named: Any,
+            ) -> Any:
+                kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": [], "out": []})
+                for name, part in (("q", q), ("k", k), ("v", v)):
+                    kept[name].append(part.clone())
+                out = forward(lay, q, k, v, *rest, **named)
+                kept["out"].append(out[: len(q)].clone())
+                return out
+
+            layer.impl.forward = recording
+        return seen
+
     def watch_packing(
         self, look: Callable[[Any], Any], after: Callable[[Any, Any], Any] = lambda *_: None
     ) -> list[Any]:

@@ -124,6 +124,20 @@ def caote(q, k, v, w, base="snapkv", how="mean", fast=False, aggregate="mean", p
     return over_group(c, len(k), how)[:, : tokens - w]
 
 
+WINDOW_SCORERS = {
+    "snapkv": snapkv,
+    "pyramidkv": snapkv,
+    "tova": tova,
+    "cake": cake,
+    "streamingllm": streamingllm,
+    "chunkkv": lambda *x: snapkv(*x, kernel=1),
+    "cake-chunk": lambda *x: snapkv(*x, aggregate="max"),
+}
+"""Presets that judge by a window, each of (q, k, v, w)."""
+CHUNKS = {"chunkkv": 10, "cake-chunk": 20}
+"""Tokens in a chunk of presets that choose chunks."""
+
+
 def keydiff(q, k, v, w):
     scores = []
     for keys in k:

@@ -50,20 +50,13 @@ def reference_scores(name, query, key, window):
     q = np.zeros((HEADS, key.shape[1], DIM))
     if window:
         q[:, -window:] = query.transpose(1, 0, 2)
-    scorers = {
-        "cake": ref.cake,
-        "tova": ref.tova,
-        "streamingllm": ref.streamingllm,
-        "chunkkv": lambda *x: ref.snapkv(*x, kernel=1),
-        "cake-chunk": lambda *x: ref.snapkv(*x, aggregate="max"),
-        "average pooling": lambda *x: ref.snapkv(*x, kind="avg", kernel=5),
-    }
-    return scorers.get(name, ref.snapkv)(q, key, key, window)
+    if name == "average pooling":
+        return ref.snapkv(q, key, key, window, kind="avg", kernel=5)
+    return ref.WINDOW_SCORERS[name](q, key, key, window)
 
 
 SETTINGS = {
-    **{name: name for name in ("snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv")},
-    "cake-chunk": "cake-chunk",
+    **{name: name for name in ref.WINDOW_SCORERS},
     "average pooling": {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
 }
 
@@ -88,7 +81,7 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
     kept = kept_slots(
         *(scores, rows, torch.tensor(counts), window, BLOCK, max(counts) + 1, method.selector)
     )
-    size = {"chunkkv": 10, "cake-chunk": 20}.get(name)
+    size = ref.CHUNKS.get(name)
     for row, (key, length, count) in enumerate(zip(keys, lengths, counts, strict=True)):
         want = reference_scores(name, query[row], key, window)
         past, keep = length - window, count * BLOCK - window

@@ -22,39 +22,13 @@ once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"]
 
 
-def record(llm) -> dict[int, dict[str, list[torch.Tensor]]]:
-    """Per layer, what its attention was called with and what it gave, step by step."""
-    seen: dict[int, dict[str, list[torch.Tensor]]] = {}
-    context = llm.worker.vllm_config.compilation_config.static_forward_context
-    for layer in context.values():
-        forward = layer.impl.forward
-
-        def recording(lay, q, k, v, *rest, forward=forward, impl=layer.impl, **named):
-            kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": [], "out": []})
-            for name, part in (("q", q), ("k", k), ("v", v)):
-                kept[name].append(part.clone())
-            out = forward(lay, q, k, v, *rest, **named)
-            kept["out"].append(out[: len(q)].clone())
-            return out
-
-        layer.impl.forward = recording
-    return seen
-
-
 def scores_of(method, q, k, w):
     """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``."""
     slots = np.zeros((q.shape[1], k.shape[1], k.shape[2]))
     if w:
         slots[:, -w:] = q.transpose(1, 0, 2)
-    scorers = {
-        "cake": ref.cake,
-        "tova": ref.tova,
-        "streamingllm": ref.streamingllm,
-        "chunkkv": lambda *x: ref.snapkv(*x, kernel=1),
-        "cake-chunk": lambda *x: ref.snapkv(*x, aggregate="max"),
-    }
     stats = ref.cake_stats(slots, k, w) if method in ("cake", "cake-chunk") else None
-    return scorers.get(method, ref.snapkv)(slots, k, k, w), stats
+    return ref.WINDOW_SCORERS[method](slots, k, k, w), stats
 
 
 def rounded(shares, total, low, caps):
@@ -160,7 +134,7 @@ class Replay:
             shares = budgets(self.method, figures, shape.layers, most, cap, w, lengths)
             low = max(-(-w // BLOCK), 1)
             self.counts = rounded(shares, cap, low, [n // BLOCK for n in lengths])
-        size = {"chunkkv": 10, "cake-chunk": 20}.get(self.method)
+        size = ref.CHUNKS.get(self.method)
         for layer, (scores, _) in enumerate(found):
             keep = self.counts[layer] * BLOCK - w
             for kv, own in enumerate(self.held[layer]):
@@ -181,7 +155,7 @@ def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
         max_num_seqs=4,
         max_model_len=1024,
     ) as llm:
-        seen, free, packed = record(llm), llm.free_blocks, []
+        seen, free, packed = llm.record_attention(), llm.free_blocks, []
         llm.submit("r", tokens(PROMPT, seed=5), ANSWER)
         while llm.llm.llm_engine.has_unfinished_requests():
             llm.step()
@@ -232,7 +206,7 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
         max_model_len=1024,
         max_num_batched_tokens=150,
     ) as llm:
-        seen = record(llm)
+        seen = llm.record_attention()
         llm.submit("r", tokens(prompt, seed=5), answer)
         while not llm.compressor.compressed:
             llm.step()

@@ -27,27 +27,6 @@ CASES += [] if V2 else [("qwen3-moe", "cake"), ("mixtral", "snapkv")]
 PROMPT = tokens(417, seed=33)
 
 
-def record(llm) -> dict[int, dict[str, list[torch.Tensor]]]:
-    """Per layer, what its attention was called with, chunk by chunk."""
-    seen: dict[int, dict[str, list[torch.Tensor]]] = {}
-    context = llm.worker.vllm_config.compilation_config.static_forward_context
-    for layer in context.values():
-        if not hasattr(layer, "impl"):
-            continue  # a layer of experts
-        forward = layer.impl.forward
-
-        def recording(lay, q, k, v, *rest, forward=forward, impl=layer.impl, **named):
-            kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": [], "out": []})
-            for name, part in (("q", q), ("k", k), ("v", v)):
-                kept[name].append(part.clone())
-            out = forward(lay, q, k, v, *rest, **named)
-            kept["out"].append(out[: len(q)].clone())
-            return out
-
-        layer.impl.forward = recording
-    return seen
-
-
 def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     """docs/methods.md 1.4 and 2.3 in float64: mean, variance ``[Hq, P]`` over the window, H, V."""
     heads, group, past = q.shape[1], q.shape[1] // k.shape[1], len(k) - WINDOW
@@ -110,7 +89,7 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
         max_num_seqs=4,
         max_model_len=1024,
     ) as llm:
-        seen = record(llm)
+        seen = llm.record_attention()
         llm.submit("r", PROMPT, 8)
         while not llm.compressor.compressed:
             llm.step()

@@ -217,23 +217,37 @@ class CompressedManager(FullAttentionManager):
         return new_blocks
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
-        """Take K destination blocks: fresh ones, else the prompt's own unshared ones.
-
-        A block that becomes a destination of its own prompt leaves the prefix cache now, before
-        any other request can find it.
-        """
+        """Take K destination blocks: fresh ones, else the prompt's own unshared ones."""
         self._cacheable[request_id] = plan.full_blocks * self.block_size
-        own: list[KVCacheBlock] = []
+        mine: list[tuple[int, KVCacheBlock]] = []
         if self.block_pool.get_num_free_blocks() < plan.blocks:
-            prompt = list(enumerate(self.req_to_blocks[request_id][: plan.full_blocks]))
-            mine = [(i, block) for i, block in prompt if block.ref_cnt == 1][-plan.blocks :]
-            own = [block for _, block in mine]
-            self.block_pool.evict_blocks({block.block_id for block in own})
-            if mine:
-                self._cacheable[request_id] = mine[0][0] * self.block_size
+            mine = self._unshared(request_id, 0, plan.full_blocks, plan.blocks)
+        own = self._claim(request_id, mine)
         fresh = self.block_pool.get_new_blocks(plan.blocks - len(own))
         self._packed[request_id] = fresh
         self._planned[request_id] = (plan, own)
+
+    def _unshared(
+        self, request_id: str, start: int, stop: int, count: int
+    ) -> list[tuple[int, KVCacheBlock]]:
+        """The last blocks from `start` to `stop` that nobody else reads: at most `count`."""
+        blocks = self.req_to_blocks[request_id][start:stop]
+        mine = [(at, block) for at, block in enumerate(blocks, start) if block.ref_cnt == 1]
+        return mine[max(len(mine) - count, 0) :]
+
+    def _claim(
+        self, request_id: str, mine: Sequence[tuple[int, KVCacheBlock]]
+    ) -> list[KVCacheBlock]:
+        """A request's own blocks become destinations: they leave the prefix cache now.
+
+        Before any other request can find them; nor does any later block of it enter.
+        """
+        own = [block for _, block in mine]
+        self.block_pool.evict_blocks({block.block_id for block in own})
+        if mine:
+            limit = mine[0][0] * self.block_size
+            self._cacheable[request_id] = min(self._cacheable[request_id], limit)
+        return own
 
     def _repack(self, request_id: str, num_tokens: int) -> None:
         """Plan to pack what an answer holds, if this step's length says so.
@@ -249,21 +263,15 @@ class CompressedManager(FullAttentionManager):
         blocks = num_tokens // self.block_size
         packed = self._packed.get(request_id, [])
         missing = plan.blocks - len(packed)
-        mine = [
-            (at, block)
-            for at, block in enumerate(self.req_to_blocks[request_id][:blocks])
-            if at >= growth.first_block and block.ref_cnt == 1
-        ]
-        mine = mine[max(len(mine) - max(missing, 0), 0) :]
-        missing -= len(mine)
-        if missing > self.block_pool.get_num_free_blocks():
-            return
-        self.block_pool.evict_blocks({block.block_id for _, block in mine})
-        cacheable = min([blocks, *(at for at, _ in mine)]) * self.block_size
-        self._cacheable[request_id] = min(self._cacheable.get(request_id, cacheable), cacheable)
+        mine: list[tuple[int, KVCacheBlock]] = []
         if missing > 0:
+            mine = self._unshared(request_id, growth.first_block, blocks, missing)
+            missing -= len(mine)
+            if missing > self.block_pool.get_num_free_blocks():
+                return
             self._packed[request_id] = packed + self.block_pool.get_new_blocks(missing)
-        self._repacks[request_id] = (plan, blocks, [block for _, block in mine])
+        self._cacheable.setdefault(request_id, blocks * self.block_size)
+        self._repacks[request_id] = (plan, blocks, self._claim(request_id, mine))
 
     # -- handing over, once the step is scheduled ---------------------------------------------
 
