@@ -194,8 +194,9 @@ while hasattr(wrapped, "__wrapped__"):
 assert depth == 1, depth
 ours = {name for name in sys.modules if name.startswith("vllm_kvcompress.engine.")}
 loaded = {name.rpartition(".")[2] for name in ours}
-assert not loaded & {"kv_cache", "scheduler", "worker", "attention", "compressor"}, loaded
-import vllm_kvcompress.engine.scheduling.kv_cache as own
+built = {"cache_spec", "kv_cache", "scheduler", "worker", "attention", "compressor"}
+assert not loaded & built, loaded
+import vllm_kvcompress.engine.scheduling.cache_spec as own
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST as known
 assert {FullAttentionSpec, MambaSpec, SlidingWindowSpec, own.CompressedSpec} <= set(known)

@@ -124,7 +124,7 @@ SEAMS = (
         "(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     ),
     *_seams(
-        "scheduling.kv_cache",
+        "scheduling.cache_spec",
         "registry",
         _HOOK,
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register"

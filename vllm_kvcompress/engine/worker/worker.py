@@ -30,7 +30,7 @@ from vllm_kvcompress.engine.messages.settings import settings_given
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-from vllm_kvcompress.engine.scheduling.kv_cache import compressed_specs
+from vllm_kvcompress.engine.scheduling.cache_spec import compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.memory import ring_bytes

@@ -1,0 +1,98 @@
+"""Seam `cache_spec`: what vLLM knows of a compressed group of layers, and of its manager."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import wrong_interval
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedSpec(FullAttentionSpec):
+    """A full-attention layer whose prompts are compressed. Module level: vLLM pickles specs.
+
+    Args:
+        num_compressed_layers: layers that share the page pool, L.
+        settings: the engine's compression settings.
+    """
+
+    num_compressed_layers: int
+    settings: CompressionConfig
+
+    @classmethod
+    def merge(cls, specs: list["CompressedSpec"]) -> "CompressedSpec":
+        """vLLM's merge rebuilds the listed fields of its own class; ours are added back."""
+        plain = FullAttentionSpec.merge([_plain(spec) for spec in specs])
+        first = specs[0]
+        return _compressed(plain, first.num_compressed_layers, first.settings)
+
+
+def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
+    return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)})
+
+
+def _compressed(
+    spec: FullAttentionSpec, num_layers: int, settings: CompressionConfig
+) -> CompressedSpec:
+    own = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+    return CompressedSpec(**own, num_compressed_layers=num_layers, settings=settings)
+
+
+def compressed_specs(
+    specs: Mapping[str, KVCacheSpec], settings: CompressionConfig
+) -> dict[str, KVCacheSpec]:
+    """Replace every layer's spec by a `CompressedSpec`.
+
+    Raises:
+        ConfigError: the model has a layer that is not plain full attention, or layers differ
+            in shape: their pages could not be exchanged.
+    """
+    if not specs:
+        raise ConfigError(
+            "--kv-compress needs a model with a KV cache, and this model has none;"
+            " serve it without --kv-compress"
+        )
+    first_name, first = next(iter(specs.items()))
+    for name, spec in specs.items():
+        plain = type(spec) is FullAttentionSpec and not spec.non_causal
+        if not plain or spec.sliding_window or spec.attention_chunk_size:
+            raise ConfigError(
+                "--kv-compress needs full attention in every layer, but"
+                f" {name} is {_describe(spec)}; serve this model without --kv-compress"
+            )
+        if spec.dtype not in _FLOATS or spec.head_size_v != spec.head_size:
+            raise ConfigError(
+                "--kv-compress needs unquantised keys and values of one size, but"
+                f" {name} keeps {spec.head_size} and {spec.head_size_v} of {spec.dtype}; serve"
+                " this model without --kv-compress"
+            )
+        if spec != first:
+            raise ConfigError(
+                "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
+                f" {name} differs from {first_name}; serve this model without --kv-compress"
+            )
+    if settings.decode_budget is not None and settings.decode_interval % first.block_size:
+        raise ConfigError(wrong_interval(settings.decode_interval, first.block_size))
+    return {name: _compressed(spec, len(specs), settings) for name, spec in specs.items()}
+
+
+def _describe(spec: KVCacheSpec) -> str:
+    if isinstance(spec, AttentionSpec) and getattr(spec, "sliding_window", None):
+        return f"sliding-window attention ({spec.sliding_window} tokens)"
+    return type(spec).__name__
+
+
+# On import, because every process must know the pair: the scheduler's class and a pickled spec
+# both import this module wherever they are used. Inert until a worker returns such a spec.
+# vLLM fills only an EMPTY registry by itself: ours first would hide every built-in spec.
+register_all_kvcache_specs(None)
+KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, FullAttentionSpec)
