@@ -153,6 +153,8 @@ FULL = {
     "decode_budget": 512,
     "decode_interval": 64,
     "decode_window": 4,
+    "max_whole": 8192,
+    "piece": 2048,
 }
 
 

@@ -19,6 +19,7 @@ from vllm_kvcompress.parsing import (
     parse_methods,
     plain,
 )
+from vllm_kvcompress.piece_settings import PieceSettings
 from vllm_kvcompress.plan import PagePlan, Prompt, page_plan
 from vllm_kvcompress.policies.allocators import ALLOCATORS
 from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector, build, choose, closest
@@ -39,11 +40,11 @@ from vllm_kvcompress.policies.selectors import SELECTORS
 
 MAX_WINDOW = 1024
 _OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
-_OF_THE_ENGINE |= set(DecodeSettings.model_fields)
+_OF_THE_ENGINE |= {*DecodeSettings.model_fields, *PieceSettings.model_fields}
 _FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
 
 
-class CompressionConfig(DecodeSettings):
+class CompressionConfig(DecodeSettings, PieceSettings):
     """Settings of one engine, frozen and hashable.
 
     On the command line ``--kv-compress``, ``--kv-budget``, ``--kv-window`` and
@@ -180,21 +181,21 @@ class CompressionConfig(DecodeSettings):
                 f"base is given twice, {self.base!r} and in scorer_params"
                 f" {dict(self.scorer_params)['base']!r}; remove one"
             )
-        allocator, scorer = self.build_allocator(), self.build_scorer()
-        self.build_selector()
+        allocator, scorer, _ = self.build_allocator(), self.build_scorer(), self.build_selector()
         refuse_nonsense(parts)
+        reads = allocator.reads | scorer.reads
         if window < 1 and Reads.WINDOW in scorer.reads:
             raise ConfigError(
                 f"scorer {self.parts.scorer!r} reads the attention of a window;"
                 f" set window to at least 1, got {window}"
             )
-        if window < 2 and Reads.VARIANCE in allocator.reads | scorer.reads:
+        if window < 2 and Reads.VARIANCE in reads:
             raise ConfigError(
                 f"CAKE needs a variance over the window; set window to at least 2, got {window}"
             )
-        reads = allocator.reads | scorer.reads
         least = 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
         self.refuse_decode_nonsense(self.resolved_decode_window, least)
+        self.refuse_piece_nonsense(window, self.min_prompt)
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
             raise ConfigError(

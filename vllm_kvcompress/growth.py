@@ -34,8 +34,8 @@ class Growth:
 
     def prefill_packed(self, plan: PagePlan) -> None:
         """Its prompt is compressed in the step that ends its prefill."""
-        self.pages, self.first_block = plan.pages, plan.full_blocks
-        self.most_pages = plan.most_pages
+        self.pages, self.most_pages = plan.pages, plan.most_pages
+        self.first_block = self.prefilled // self.block_size
 
     @property
     def floor_pages(self) -> int:

@@ -238,7 +238,7 @@ def layer_pages(
     """
     past = allocator.allocate(plan.prompt, stats)
     if caps is not None:
-        room = (caps * plan.block_size - plan.window).clamp(min=0)
+        room = (caps * plan.block_size + plan.tail - plan.window).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
         past = apportion(past, past.sum(), room)
     return round_to_pages(past + plan.window, plan, caps)

@@ -201,6 +201,14 @@ def _floor_pages(window: int, tail: int, block_size: int) -> int:
     return -(-max(max(window, 1) - tail, 0) // block_size)
 
 
+def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
+    """Pages over all layers that a budget pays for, P, where `tail` tokens lie behind them."""
+    layers = prompt.num_layers
+    kept = prompt.kept if block_size == 1 else layers * prompt.budget
+    floor = _floor_pages(prompt.window, tail, block_size)
+    return max((kept - layers * tail) // block_size, layers * floor)
+
+
 def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
@@ -210,10 +218,7 @@ def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
         return None
-    floor = _floor_pages(prompt.window, tail, block_size)
-    kept = prompt.kept if block_size == 1 else layers * prompt.budget
-    pages = (kept - layers * tail) // block_size
-    pages = min(max(pages, layers * floor), layers * full)
+    pages = min(pages_kept(prompt, tail, block_size), layers * full)
     if pages == layers * full:
         return None
     return PagePlan(

@@ -10,6 +10,7 @@ into chunks by slot, sinks are the first slots, ties go to the lower one. Attent
 held, not over what was dropped.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.growth import wrong_interval
+from vllm_kvcompress.piece_settings import wrong_piece
 from vllm_kvcompress.pipeline import Method, Observed, method_of
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads, Selector
@@ -60,8 +62,7 @@ def why_not_bounded(settings: CompressionConfig, block_size: int | None) -> str 
         return None
     for variant in settings.variants:
         if reason := obstacle(method_of(variant)):
-            presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
-            can = sorted(name for name, own in presets.items() if not obstacle(method_of(own)))
+            can = _presets_without(obstacle)
             return (
                 f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
                 f" from {can}, or remove --kv-decode-budget"
@@ -71,13 +72,47 @@ def why_not_bounded(settings: CompressionConfig, block_size: int | None) -> str 
     return None
 
 
+def why_not_in_pieces(settings: CompressionConfig, block_size: int | None) -> str | None:
+    """Why an engine cannot pack prompts piece by piece, in a sentence; None if it can.
+
+    Args:
+        block_size: tokens in a KV block; None where that is not known yet.
+    """
+    if settings.max_whole is None:
+        return None
+    for variant in settings.variants:
+        if reason := _obstacle_in_pieces(method_of(variant)):
+            can = _presets_without(_obstacle_in_pieces)
+            return (
+                f"--kv-max-whole cannot pack prompts by {variant.compress!r}: {reason}; choose from"
+                f" {can}, or remove --kv-max-whole"
+            )
+    if block_size and settings.piece % block_size:
+        return wrong_piece(settings.piece, block_size)
+    return None
+
+
+def _presets_without(obstacle_of: Callable[[Method], str]) -> list[str]:
+    presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
+    return sorted(name for name, own in presets.items() if not obstacle_of(method_of(own)))
+
+
+def _obstacle_in_pieces(method: Method) -> str:
+    """Why a method cannot judge a prompt that never stands whole; empty if it can."""
+    if Reads.COLUMN_SUMS in method.reads:
+        return "it adds up the attention of every query, which a piece's window does not show"
+    if method.merge:
+        return "it merges what it drops, and what was merged would be judged as one token"
+    return obstacle(method)
+
+
 def obstacle(method: Method) -> str:
     """Why a method cannot judge what a request holds; empty if it can."""
     reads = method.reads
     if Reads.COLUMN_SUMS in reads:
-        return "it adds up the attention of every query, which is not kept while an answer grows"
+        return "it adds up the attention of every query, which is not kept once tokens are dropped"
     if reads & (Reads.VALUES | Reads.KEYS):
-        return "it reads the cached keys or values, which is not done while an answer grows"
+        return "it reads the cached keys or values, which is not done once tokens are dropped"
     if Reads.SCORES in reads:
         return "it shares the budget by the scores of the whole prompt"
     if Reads.POOLED in reads:
@@ -168,6 +203,7 @@ def kept_slots(
     block_size: int,
     most_pages: int,
     selector: Selector,
+    tail: int = 0,
 ) -> torch.Tensor:
     """Slots that each row keeps where it has `counts` pages: the window's, and the best before.
 
@@ -175,13 +211,17 @@ def kept_slots(
         scores: ``[N, Hkv, W]`` float32 (`observe_rows`).
         counts: ``[N]`` int64 or int32 pages, on the device of the scores.
         most_pages: pages that no row exceeds.
+        tail: last tokens of each row that stay where they are, in no page of `counts`: they do
+            not compete, whether the window's or not.
 
     Returns:
         ``[N, Hkv, most_pages * block_size]`` int32, ascending; -1 behind the kept ones.
     """
-    past, keep = rows.lengths - window, counts.to(torch.int32) * block_size - window
-    best = selector.select(scores, past, keep, window, most_pages * block_size)
-    own = torch.arange(window, dtype=torch.int32, device=scores.device)
-    shape = *scores.shape[:2], window
+    own_window = max(window - tail, 0)
+    past = rows.lengths - max(window, tail)
+    keep = counts.to(torch.int32) * block_size - own_window
+    best = selector.select(scores, past, keep, own_window, most_pages * block_size)
+    own = torch.arange(own_window, dtype=torch.int32, device=scores.device)
+    shape = *scores.shape[:2], own_window
     at = (keep[:, None, None] + own).long().expand(shape)
     return best.scatter(2, at, (past[:, None, None] + own).expand(shape))

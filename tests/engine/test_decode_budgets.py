@@ -85,6 +85,11 @@ class Replay:
 
     def step(self, position: int) -> None:
         """The step that computes `position`: what it attends to, and what is packed after it."""
+        self.look(position)
+        self.after(position + 1)
+
+    def look(self, position: int) -> None:
+        """What `position` attends to: what is held, and itself."""
         shape = self.shape
         for layer in range(shape.layers):
             q, k, v, out = (self.parts[layer, name] for name in ("q", "k", "v", "out"))
@@ -107,10 +112,12 @@ class Replay:
                         layer,
                         head,
                     )
-        computed = position + 1
+
+    def after(self, computed: int) -> None:
+        """Pack the answer, if its length says so."""
         if computed % BLOCK or computed // BLOCK * BLOCK - self.first_block * BLOCK < self.interval:
             return
-        layers = shape.layers
+        layers = self.shape.layers
         least = layers * max(-(-self.w // BLOCK), 1)
         cap = max(self.pages, layers * self.budget // BLOCK, least)
         lengths = [len(heads[0]) for heads in self.held]

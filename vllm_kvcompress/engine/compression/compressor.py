@@ -5,6 +5,7 @@ Per step: `begin_step`, then `begin_batch` from the metadata builder once the ba
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from vllm_kvcompress.engine.compression.packer import Finished, Packer
 from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
-from vllm_kvcompress.engine.messages.step import Compression, StepPlan, plan_of
+from vllm_kvcompress.engine.messages.step import Compression, Repack, StepPlan, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.pipeline import Method, method_of
@@ -138,12 +139,13 @@ class PromptCompressor:
         if step is None:
             return
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        for request_id in step.grow:
+        pieces = [todo for todo in step.repack if todo.prefill]
+        for request_id in (*step.grow, *(todo.request_id for todo in pieces)):
             self.pool.admit(request_id)
-        self._due = [Due(todo=todo, row=row_of[todo.request_id]) for todo in step.repack]
-        watched: list[tuple[str, CompressionConfig, Compression | None]]
+        watched: list[tuple[str, CompressionConfig, Compression | Repack | None]]
         watched = [(request_id, settings, None) for request_id, settings in step.observe]
         watched += [(todo.request_id, todo.settings, todo) for todo in step.compress]
+        watched += [(todo.request_id, todo.settings, todo) for todo in pieces]
         for request_id, settings, todo in watched:
             method = method_of(settings)
             if todo is None and not method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
@@ -155,16 +157,17 @@ class PromptCompressor:
                 prefill = self._new_prefill(method, settings.resolved_window)
                 self._prefills[request_id] = prefill
             prefill.tokens += stop - start
-            tokens = prefill.tokens if todo is None else todo.plan.tokens
+            whole = todo if isinstance(todo, Compression) else None
+            tokens = prefill.tokens if whole is None else whole.plan.tokens
             blocks = block_table[row, : -(-tokens // self.pool.block_size)].long()
-            if todo is not None:
+            if whole is not None:
                 if Reads.COLUMN_SUMS in method.reads and prefill.tokens != tokens:
                     raise RuntimeError(
                         f"request {request_id}: {prefill.tokens} tokens were seen at the end of"
                         f" prefill, {tokens} are needed"
                     )
                 finished = Finished(
-                    todo=todo,
+                    todo=whole,
                     method=method,
                     blocks=blocks,
                     queries=prefill.queries,
@@ -173,6 +176,9 @@ class PromptCompressor:
                 self._finished.append((finished, prefill.stopwatch))
             if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
                 self._spans.append(_Span(start, stop, blocks, prefill))
+        for todo in step.repack:
+            queries = self._prefills[todo.request_id].queries if todo.prefill else {}
+            self._due.append(Due(todo=todo, row=row_of[todo.request_id], queries=queries))
 
     def _new_prefill(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
         return _Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
@@ -185,7 +191,11 @@ class PromptCompressor:
     @property
     def must_see_layers(self) -> bool:
         """Whether this step's batch, not laid out yet, has prefills whose layers must be seen."""
-        return self._step is not None and bool(self._step.observe or self._step.compress)
+        step = self._step
+        if step is None:
+            return False
+        in_pieces = any(todo.prefill for todo in step.repack)
+        return bool(step.observe or step.compress or in_pieces)
 
     @property
     def watching(self) -> bool:
@@ -256,12 +266,27 @@ class PromptCompressor:
                 pages = self.packer.pack(finished)
             self._prefills.pop(finished.todo.request_id, None)
             self.compressed += 1
-            self.reports.add(finished.todo, pages, stopwatch)
+            self.reports.add(finished.todo, finished.todo.plan.tokens, pages, stopwatch)
         if self._due:
-            self.repacker.run(self._due)
+            self._pack_again()
         carried_out = self._plan_number
         self.abort_step()
         return carried_out
+
+    def _pack_again(self) -> None:
+        """Pack answers that grew, and prompts at a boundary: those that end there are done."""
+        with ExitStack() as clocks:
+            for due in self._due:
+                if due.todo.prefill:
+                    prefill = self._prefills[due.todo.request_id]
+                    clocks.enter_context(prefill.stopwatch.running())
+            kept = self.repacker.run(self._due)
+        for due in self._due:
+            if due.todo.ends:
+                prefill = self._prefills.pop(due.todo.request_id)
+                self.compressed += 1
+                pages = kept[due.todo.request_id]
+                self.reports.add(due.todo, due.todo.tokens, pages, prefill.stopwatch)
 
     def warm_up(self, longest: int) -> None:
         """Compress prompts of nobody, so that no request waits for a kernel to be compiled.
@@ -271,8 +296,11 @@ class PromptCompressor:
         """
         for settings in self._settings.variants:
             self._warm_up(settings, longest)
-        if self._settings.decode_budget is not None:
-            self.repacker.warm_up(self._settings)
+        for variant in self._settings.variants:
+            if variant.decode_budget is not None:
+                self.repacker.warm_up(variant, variant.resolved_decode_window)
+            if variant.max_whole is not None:
+                self.repacker.warm_up(variant, variant.resolved_window, self._queries)
 
     def _warm_up(self, settings: CompressionConfig, longest: int) -> None:
         """Lengths are one per configuration of the kernels, and odd.

@@ -1,7 +1,7 @@
 """After a step: what some requests hold, packed again to their budget, in the pages they have."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -25,10 +25,12 @@ class Due:
     Args:
         todo: its place in the scheduler's plan.
         row: of this step's batch.
+        queries: per layer the last ``[w, Hq, D]`` of a prefill; empty where the ring has them.
     """
 
     todo: Repack
     row: int
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Repacker:
@@ -46,54 +48,79 @@ class Repacker:
     def __init__(self, packer: Packer, ring: QueryRing | None) -> None:
         self._packer, self._pool, self._ring = packer, packer.pool, ring
 
-    def run(self, due: Sequence[Due]) -> None:
-        """Pack all of them; how much each layer keeps stays on the device."""
-        ordered = sorted(due, key=lambda each: (str(each.todo.settings), each.todo.plan.tokens))
-        for settings, group in groupby(ordered, key=lambda each: each.todo.settings):
+    def run(self, due: Sequence[Due]) -> dict[str, torch.Tensor]:
+        """Pack all of them; how much each layer keeps stays on the device.
+
+        Returns:
+            Of each request ``[L]`` int32: pages that its layers keep.
+        """
+        kept = dict[str, torch.Tensor]()
+        ordered = sorted(due, key=lambda each: (_alike(each), each.todo.plan.tokens))
+        for _, group in groupby(ordered, key=_alike):
             together = list(group)
             # the last one is the longest, and those of one method keep as much
             largest = max((each.todo.plan for each in together), key=lambda plan: plan.pages)
             plan = replace(largest, tokens=together[-1].todo.plan.tokens)
             at_once = answers_at_once(plan, self._pool.longest)
             for start in range(0, len(together), at_once):
-                self._run(method_of(settings), together[start : start + at_once])
+                some = together[start : start + at_once]
+                counts = self._run(method_of(some[0].todo.settings), some)
+                kept |= {each.todo.request_id: n for each, n in zip(some, counts, strict=True)}
+        return kept
 
-    def warm_up(self, settings: CompressionConfig) -> None:
-        """Pack answers of nobody by every method that one may come by: rows of no tokens."""
+    def warm_up(
+        self,
+        settings: CompressionConfig,
+        window: int,
+        queries: tuple[int, int, torch.dtype] | None = None,
+    ) -> None:
+        """Pack what nobody holds: rows of no tokens.
+
+        Args:
+            window: queries that choose.
+            queries: query heads, head dim and dtype of a prefill's; None for an answer's.
+        """
         layers, size = self._packer.num_layers, self._pool.block_size
-        for variant in settings.variants:
-            window = variant.resolved_decode_window
-            pages = layers * (window // size + 2)
-            plan = PagePlan(
-                num_layers=layers,
-                tokens=(window // size + 4) * size,
-                block_size=size,
-                window=window,
-                budget=pages // layers * size,
-                pages=pages,
-                total=pages * size,
+        pages = layers * (window // size + 2)
+        plan = PagePlan(
+            num_layers=layers,
+            tokens=(window // size + 4) * size,
+            block_size=size,
+            window=window,
+            budget=pages // layers * size,
+            pages=pages,
+            total=pages * size,
+        )
+        asked: dict[int, torch.Tensor] = {}
+        if queries is not None:
+            heads, dim, dtype = queries
+            nothing = torch.zeros(window, heads, dim, dtype=dtype, device=self._pool.pages.device)
+            asked = dict.fromkeys(range(layers), nothing)
+        for destination in ((0,) * plan.blocks, ()):
+            if asked and not destination:
+                # a prompt's layers divide anew at every boundary
+                continue
+            todo = Repack(
+                request_id="",
+                settings=settings,
+                plan=plan,
+                tokens=plan.tokens,
+                destination=destination,
+                prefill=queries is not None,
             )
-            for destination in ((0,) * plan.blocks, ()):
-                todo = Repack(
-                    request_id="",
-                    settings=variant,
-                    plan=plan,
-                    tokens=plan.tokens,
-                    destination=destination,
-                )
-                self._pool.admit("")
-                self.run([Due(todo=todo, row=0)])
-                self._pool.forget("")
+            self._pool.admit("")
+            self.run([Due(todo=todo, row=0, queries=asked)])
+            self._pool.forget("")
 
-    def _run(self, method: Method, due: Sequence[Due]) -> None:
+    def _run(self, method: Method, due: Sequence[Due]) -> list[torch.Tensor]:
         pool, size = self._pool, self._pool.block_size
         layers, todos = self._packer.num_layers, [each.todo for each in due]
-        window = todos[0].plan.window
-        most_pages = max(todo.plan.full_blocks for todo in todos)
+        window, tail = todos[0].plan.window, todos[0].plan.tail
+        most_pages = max(todo.plan.full_blocks for todo in todos) + (tail > 0)
         tables, lengths = pool.held([each.row for each in due], most_pages)
         if lengths.device.type == "cpu":
             # It costs nothing to ask, and tables are as wide as any layer could be.
-            most_pages = int(lengths.max()) // size
+            most_pages = -(-int(lengths.max()) // size)
             tables = tables[..., :most_pages]
         cache = self._packer.opened(tables.flatten(0, 1))
         rows = Rows(
@@ -106,10 +133,7 @@ class Repacker:
         at_once = layers_at_once(pool.longest, rows.most)
         query = None
         if Reads.WINDOW in method.reads:
-            assert self._ring is not None, method
-            slots = pool.slots([todo.request_id for todo in todos])
-            latest = self._ring.latest(slots, [todo.tokens for todo in todos])
-            query = latest[:, :, -window:].flatten(0, 1)
+            query = self._queries(due, window)
         scores, observed = observe_rows(method, rows, query, window, at_once)
         every_count, every_target = [], []
         for index, todo in enumerate(todos):
@@ -122,9 +146,26 @@ class Repacker:
         widest = max(todo.plan.most_pages for todo in todos)
         if counts.device.type == "cpu":
             widest = int(counts.max())
-        kept = kept_slots(scores, rows, counts, window, size, widest, method.selector)
+        kept = kept_slots(scores, rows, counts, window, size, widest, method.selector, tail)
         total = sum(todo.plan.pages for todo in todos)
         self._packer.move_in_place(cache, kept, counts, targets[:, :widest], total)
+        return every_count
+
+    def _queries(self, due: Sequence[Due], window: int) -> torch.Tensor:
+        """The last ``[N, w, Hq, D]`` queries of every row."""
+        layers = range(self._packer.num_layers)
+        if due[0].todo.prefill:
+            found = [each.queries[layer] for each in due for layer in layers]
+            if any(len(query) != window for query in found):
+                raise RuntimeError(
+                    f"requests {[each.todo.request_id for each in due]}: {window} window queries"
+                    f" are needed at a boundary, {[len(query) for query in found]} were kept"
+                )
+            return torch.stack(found)
+        assert self._ring is not None, due
+        slots = self._pool.slots([each.todo.request_id for each in due])
+        latest = self._ring.latest(slots, [each.todo.tokens for each in due])
+        return latest[:, :, -window:].flatten(0, 1)
 
     def _places(
         self, method: Method, todo: Repack, observed: list[Observed], held: torch.Tensor
@@ -139,3 +180,9 @@ class Repacker:
         counts = to_device(pages, torch.int32, pool.pages.device)
         free = pool.destination(todo.destination)[: todo.plan.pages]
         return counts, pool.assign(todo.request_id, free, counts, first_block)
+
+
+def _alike(due: Due) -> tuple[str, bool, int]:
+    """What requests have in common that are packed together: method, window and tail."""
+    todo = due.todo
+    return str(todo.settings), todo.prefill, todo.plan.tail

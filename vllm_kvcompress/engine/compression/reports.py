@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_kvcompress.engine.messages.step import Compression, Packed
+from vllm_kvcompress.engine.messages.step import Compression, Packed, Repack
 
 logger = init_logger("vllm.kvcompress")
 
@@ -53,7 +53,8 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class _Pending:
-    todo: Compression
+    todo: Compression | Repack
+    tokens: int
     pages: torch.Tensor
     stopwatch: Stopwatch
 
@@ -69,10 +70,13 @@ class Reports:
     log: bool = False
     _pending: deque[_Pending] = field(default_factory=deque)
 
-    def add(self, todo: Compression, pages: torch.Tensor, stopwatch: Stopwatch) -> None:
-        """A prompt whose packing was launched.
+    def add(
+        self, todo: Compression | Repack, tokens: int, pages: torch.Tensor, stopwatch: Stopwatch
+    ) -> None:
+        """A prompt whose packing was launched, its last one if it is packed in pieces.
 
         Args:
+            tokens: prompt length.
             pages: ``[L]``, pages that each layer keeps, on the device.
             stopwatch: of its scoring and packing.
         """
@@ -81,7 +85,7 @@ class Reports:
             if pages.is_cuda:
                 here = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
                 pages = here.copy_(pages, non_blocking=True)
-        self._pending.append(_Pending(todo, pages, stopwatch))
+        self._pending.append(_Pending(todo, tokens, pages, stopwatch))
 
     def take(self) -> list[Packed]:
         """Those that the device has packed since the last call."""
@@ -100,13 +104,13 @@ def _packed(pending: _Pending) -> Packed:
     return Packed(
         request_id=pending.todo.request_id,
         method=pending.todo.settings.compress,
-        tokens=plan.tokens,
+        tokens=pending.tokens,
         layer_tokens=tuple(int(count) * plan.block_size + plan.tail for count in pages),
         seconds=pending.stopwatch.seconds,
     )
 
 
-def _log(done: Packed, todo: Compression) -> None:
+def _log(done: Packed, todo: Compression | Repack) -> None:
     tail_blocks = int(todo.plan.tail > 0)
     logger.info(
         "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f blocks_before=%d"
@@ -114,7 +118,7 @@ def _log(done: Packed, todo: Compression) -> None:
         done.request_id,
         done.tokens,
         done.kept,
-        todo.plan.full_blocks + tail_blocks,
+        done.tokens // todo.plan.block_size + tail_blocks,
         todo.plan.blocks + tail_blocks,
         str(list(done.layer_tokens)).replace(" ", ""),
     )

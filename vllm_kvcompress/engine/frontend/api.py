@@ -22,6 +22,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
+from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.overrides import settings_for
@@ -63,12 +64,7 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     """
     if not extra_args:
         return
-    if processor not in _policies:
-        config = processor.vllm_config.additional_config
-        settings = active_settings(config)
-        switched_off = has_settings(config) and settings is None
-        _policies[processor] = _Policy(settings, switched_off=switched_off)
-    policy = _policies[processor]
+    policy = _policy(processor)
     if policy.switched_off:
         return
     try:
@@ -76,6 +72,24 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     except OverrideError as e:
         count_refusal(e.reason)
         raise VLLMValidationError(str(e), parameter="vllm_xargs") from None
+
+
+def _policy(processor: InputProcessor) -> _Policy:
+    if processor not in _policies:
+        config = processor.vllm_config.additional_config
+        settings = active_settings(config)
+        switched_off = has_settings(config) and settings is None
+        _policies[processor] = _Policy(settings, switched_off=switched_off)
+    return _policies[processor]
+
+
+def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> None:
+    """`check`, and whether the pool can hold the prompt, where its tokens are known."""
+    extra_args = getattr(params, "extra_args", None)
+    check(processor, extra_args)
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    tokens = None if ids is None else len(ids)
+    check_room(processor.vllm_config, _policy(processor).settings, extra_args, tokens)
 
 
 def install() -> None:
@@ -87,14 +101,16 @@ def install() -> None:
 
     @functools.wraps(process_inputs)
     def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         params = kwargs["params"] if "params" in kwargs else args[2]
-        check(self, getattr(params, "extra_args", None))
+        _check_whole(self, prompt, params)
         return process_inputs(self, *args, **kwargs)
 
     @functools.wraps(generate)
     def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt = kwargs["prompt"] if "prompt" in kwargs else args[0]
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
-        check(self.input_processor, getattr(params, "extra_args", None))
+        _check_whole(self.input_processor, prompt, params)
         return generate(self, *args, **kwargs)
 
     InputProcessor.process_inputs = processing

@@ -28,7 +28,7 @@ logger = init_logger("vllm.kvcompress")
 _INSTALLED = "_kvcompress_metrics"
 _RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-REFUSALS = ("not_allowed", "out_of_bounds", "invalid")
+REFUSALS = ("not_allowed", "out_of_bounds", "invalid", "too_long")
 
 
 class Counted(NamedTuple):
@@ -91,6 +91,11 @@ COUNTERS: Mapping[str, Counted] = {
         "",
         "KV blocks that went back to the pool by that.",
         lambda counts: counts["answer_blocks"],
+    ),
+    "packed_pieces": Counted(
+        "",
+        "Times that a prompt was packed piece by piece, its end included.",
+        lambda counts: counts["pieces"],
     ),
     "layer_tokens": Counted("layer", "Tokens that compressed prompts keep, by layer.", _by_layer),
 }
@@ -164,6 +169,8 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "pressure": str(settings.pressure),
             "decode_budget": str(settings.decode_budget or ""),
             "decode_interval": str(settings.decode_interval if settings.decode_budget else ""),
+            "max_whole": str(settings.max_whole or ""),
+            "piece": str(settings.piece if settings.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
         }
@@ -191,7 +198,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         _refusals, _model = (
             Counter(
                 "vllm:kv_compress_refused_requests",
-                "Requests answered with 400 for what they asked of compression.",
+                "Requests answered with 400 for what they asked of compression, or of the pool.",
                 ["model_name", "reason"],
             ),
             [model],

@@ -40,6 +40,8 @@ class Counts(TypedDict):
     """Times that an answer was packed again."""
     answer_blocks: int
     """Blocks that went back to the pool by that."""
+    pieces: int
+    """Times that a prompt was packed piecewise, its end included."""
 
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:

@@ -40,9 +40,12 @@ class Repack:
         request_id: vLLM's request id.
         settings: what chooses.
         plan: pages over all layers, and how many of its tokens no layer exceeds.
-        tokens: tokens computed when the step ends, a multiple of the block.
+        tokens: tokens computed when the step ends; a multiple of the block but at a prompt's end.
         destination: vLLM block ids that receive what is kept; empty where layers keep the pages
             that they have.
+        prefill: it is a prompt that is packed piece by piece: the last queries of its prefill
+            choose, not those of an answer.
+        ends: this is the prompt's end.
     """
 
     request_id: str
@@ -50,6 +53,8 @@ class Repack:
     plan: PagePlan
     tokens: int
     destination: tuple[int, ...]
+    prefill: bool = False
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,13 @@ class StepPlan:
         compressed = [todo.request_id for todo in self.compress]
         again = [todo.request_id for todo in self.repack]
         return tuple(dict.fromkeys((*observed, *compressed, *again, *self.grow)))
+
+    @property
+    def ended(self) -> tuple[tuple[Compression | Repack, int], ...]:
+        """The prompts whose compression this step completes, each with its length in tokens."""
+        whole = [(todo, todo.plan.tokens) for todo in self.compress]
+        in_pieces = [(todo, todo.tokens) for todo in self.repack if todo.ends]
+        return (*whole, *in_pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

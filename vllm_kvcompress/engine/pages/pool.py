@@ -148,7 +148,9 @@ class PagePool:
         return self.every_layer(ids).T.flatten()
 
     def admit(self, request_id: str) -> None:
-        """Give a request a slot before anything of it is packed."""
+        """Give a request a slot before anything of it is packed; one that has a slot keeps it."""
+        if request_id in self._slots:
+            return
         slot = self._slots[request_id] = self._free.pop()
         self._first_block[slot] = 0
         self._num_packed[slot] = 0

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.pieces import Pieces, pieces_of
 from vllm_kvcompress.plan import PagePlan
 
 logger = init_logger("vllm.kvcompress")
@@ -46,6 +47,17 @@ class Decision:
     growing: CompressionConfig | None = None
     final: bool = False
     error: str = ""
+
+    @property
+    def bound_again(self) -> CompressionConfig | None:
+        """What packs a bounded answer that is computed again with its prompt; None if it may grow.
+
+        It keeps what the answer held: the budget of a short prompt would be its whole.
+        """
+        own = self.growing
+        if own is None or own.decode_budget is None:
+            return None
+        return own.variant(budget=max(own.decode_budget, own.resolved_window + 1))
 
 
 class Admissions:
@@ -89,13 +101,18 @@ class Admissions:
         decision = self._decisions.get(request)
         return self.consider(request) if decision is None else decision
 
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks that requests can have."""
+        return int(self._pool.num_gpu_blocks) - 1
+
     def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""
         return settings.page_plan(self._num_layers, tokens, self._block_size)
 
     def share_in_use(self, tokens: int) -> float:
         """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""
-        total = self._pool.num_gpu_blocks - 1
+        total = self.pool_blocks
         used = total - self._pool.get_num_free_blocks()
         prompt = -(-tokens // self._block_size)
         return float((used + prompt) / max(total, 1))
@@ -116,7 +133,14 @@ class Admissions:
             decision.growing = settings
         return decision
 
+    def pieces(self, settings: CompressionConfig, tokens: int) -> Pieces | None:
+        """How a prefill of `tokens` goes piecewise; None where it stands whole."""
+        return pieces_of(settings, self._num_layers, self._block_size, tokens)
+
     def _of_prompt(self, request: Request, settings: CompressionConfig) -> Decision:
+        if self.pieces(settings, request.num_prompt_tokens) is not None:
+            # Whatever it is asked for and however much room there is: it must not stand whole.
+            return Decision(settings)
         if request.num_prompt_tokens < settings.min_prompt:
             return Decision(None, SHORT_PROMPT)
         if request.max_tokens < settings.min_output:

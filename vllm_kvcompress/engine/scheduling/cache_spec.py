@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -12,6 +13,8 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import wrong_interval
+from vllm_kvcompress.piece_settings import wrong_piece
+from vllm_kvcompress.pieces import standing_blocks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -27,6 +30,14 @@ class CompressedSpec(FullAttentionSpec):
 
     num_compressed_layers: int
     settings: CompressionConfig
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """What one request takes of this layer at most: vLLM asks whether that fits the pool."""
+        longest = vllm_config.model_config.max_model_len
+        blocks = standing_blocks(
+            self.settings, self.num_compressed_layers, self.block_size, longest
+        )
+        return int(min(super().max_memory_usage_bytes(vllm_config), blocks * self.page_size_bytes))
 
     @classmethod
     def merge(cls, specs: list["CompressedSpec"]) -> "CompressedSpec":
@@ -82,6 +93,8 @@ def compressed_specs(
             )
     if settings.decode_budget is not None and settings.decode_interval % first.block_size:
         raise ConfigError(wrong_interval(settings.decode_interval, first.block_size))
+    if settings.max_whole is not None and settings.piece % first.block_size:
+        raise ConfigError(wrong_piece(settings.piece, first.block_size))
     return {name: _compressed(spec, len(specs), settings) for name, spec in specs.items()}
 
 

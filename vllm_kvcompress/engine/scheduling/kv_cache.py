@@ -12,7 +12,8 @@ arithmetic on that list (positions, slots, blocks still needed) therefore stays 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -22,11 +23,38 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.messages.step import Compression, Repack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
+from vllm_kvcompress.growth import Growth
+from vllm_kvcompress.pieces import Pieces
 from vllm_kvcompress.plan import PagePlan
 
-if TYPE_CHECKING:
-    # which imports this module, to register the manager of its specs
-    from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec
+
+class _Spec(Protocol):
+    """What a `CompressedSpec` says: its module registers this one's manager."""
+
+    num_compressed_layers: int
+    settings: CompressionConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repacking:
+    """One request that is to be packed again after this step.
+
+    Args:
+        plan: how much is kept.
+        held: what it holds; its prompt, if that is not over.
+        tokens: computed when the step ends.
+        own: its ordinary blocks that become destinations.
+        settings: what chooses.
+        ends: its prompt ends in this step.
+    """
+
+    plan: PagePlan
+    held: Growth | Pieces
+    tokens: int
+    own: list[KVCacheBlock]
+    settings: CompressionConfig
+    ends: bool = False
+
 
 class CompressedManager(FullAttentionManager):
     """Allocates destination blocks at the end of prefill and frees the prompt's blocks after.
@@ -34,7 +62,7 @@ class CompressedManager(FullAttentionManager):
     Not thread-safe, like every vLLM manager: it lives in the scheduler's loop.
     """
 
-    def __init__(self, kv_cache_spec: "CompressedSpec", **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: _Spec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
         self._num_layers = kv_cache_spec.num_compressed_layers
@@ -51,7 +79,7 @@ class CompressedManager(FullAttentionManager):
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
         # Requests whose answers are bounded from this step on, and those packed again after it.
         self._grow: list[str] = []
-        self._repacks: dict[str, tuple[PagePlan, int, list[KVCacheBlock]]] = {}
+        self._repacks: dict[str, _Repacking] = {}
         self._plan_numbers = itertools.count(1)
 
     def use(self, settings: CompressionConfig) -> None:
@@ -95,18 +123,27 @@ class CompressedManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **kwargs,
         )
-        # The admission check asks whether the prompt fits at all: in place it always does.
-        if apply_admission_cap or not self.planner.ends_prefill(request_id, num_tokens):
+        if self.planner.is_settled(request_id):
             return needed
-        plan = self.planner.plan_of(request_id)
-        if plan is None:
+        request = self.planner.request(request_id)
+        pieces = self.planner.pieces_of(request)
+        if apply_admission_cap:
+            # Does the prompt fit at all? In place it always does, and piecewise while it grows.
+            return needed if pieces is None else min(needed, pieces.most_blocks())
+        if pieces is not None:
+            plan, missing = pieces.plan(num_tokens), not pieces.pages
+        else:
+            ends = self.planner.ends_prefill(request_id, num_tokens)
+            plan, missing = self.planner.plan_of(request_id) if ends else None, True
+        if plan is None or not missing:
             return needed
         if self.block_pool.get_num_free_blocks() >= needed + plan.blocks:
             return needed + int(plan.blocks)
-        prompt_blocks = self.req_to_blocks.get(request_id, [])[: plan.full_blocks]
+        full_blocks = num_tokens // self.block_size
+        prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
         alone = sum(block.ref_cnt == 1 for block in prompt_blocks)
         alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        alone += max(plan.full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
+        alone += max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
         return int(needed + max(plan.blocks - alone, 0))
 
     def allocate_new_blocks(
@@ -121,28 +158,47 @@ class CompressedManager(FullAttentionManager):
             return new_blocks
         if reason := self.planner.admit(request_id):
             self.tally.skipped[reason] += 1
-        plan = self.planner.plan_of(request_id)
-        if self.planner.ends_prefill(request_id, num_tokens):
+        pieces = self.planner.pieces_of(self.planner.request(request_id))
+        whole = None if pieces is not None else self.planner.plan_of(request_id)
+        plan = whole if pieces is None else pieces.plan(num_tokens)
+        ends = self.planner.ends_prefill(request_id, num_tokens)
+        if ends:
             self.planner.settle(request_id, plan)
-            self._observe.pop(request_id, None)
             if request_id in self.planner.growing:
                 self._grow.append(request_id)
-            if plan is not None:
-                self._reserve(request_id, plan)
-        elif plan is not None:
+        self._observe.pop(request_id, None)
+        if pieces is not None and plan is not None:
+            self._pack_piece(request_id, plan, pieces, num_tokens, ends)
+        elif whole is not None and ends:
+            self._reserve(request_id, whole)
+        elif whole is not None or pieces is not None:
             self._observe[request_id] = self.planner.settings_of(request_id)
         return new_blocks
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
         """Take K destination blocks: fresh ones, else the prompt's own unshared ones."""
-        self._cacheable[request_id] = plan.full_blocks * self.block_size
+        self._planned[request_id] = plan, self._take(request_id, plan, plan.full_blocks)
+
+    def _take(self, request_id: str, plan: PagePlan, blocks: int) -> list[KVCacheBlock]:
+        """Take the destination of the first of a request's `blocks`; returns its own among them."""
+        self._cacheable[request_id] = blocks * self.block_size
         mine: list[tuple[int, KVCacheBlock]] = []
         if self.block_pool.get_num_free_blocks() < plan.blocks:
-            mine = self._unshared(request_id, 0, plan.full_blocks, plan.blocks)
+            mine = self._unshared(request_id, 0, blocks, plan.blocks)
         own = self._claim(request_id, mine)
-        fresh = self.block_pool.get_new_blocks(plan.blocks - len(own))
-        self._packed[request_id] = fresh
-        self._planned[request_id] = (plan, own)
+        self._packed[request_id] = self.block_pool.get_new_blocks(plan.blocks - len(own))
+        return own
+
+    def _pack_piece(
+        self, request_id: str, plan: PagePlan, pieces: Pieces, tokens: int, ends: bool
+    ) -> None:
+        """Plan to pack what a prompt holds at a boundary; only the first needs blocks for it."""
+        blocks, own = tokens // self.block_size, list[KVCacheBlock]()
+        if not pieces.pages:
+            own = self._take(request_id, plan, blocks)
+        self._repacks[request_id] = _Repacking(
+            plan=plan, held=pieces, tokens=tokens, own=own, settings=pieces.settings, ends=ends
+        )
 
     def _unshared(
         self, request_id: str, start: int, stop: int, count: int
@@ -188,7 +244,10 @@ class CompressedManager(FullAttentionManager):
                 return
             self._packed[request_id] = packed + self.block_pool.get_new_blocks(missing)
         self._cacheable.setdefault(request_id, blocks * self.block_size)
-        self._repacks[request_id] = (plan, blocks, self._claim(request_id, mine))
+        own = self._claim(request_id, mine)
+        self._repacks[request_id] = _Repacking(
+            plan=plan, held=growth, tokens=num_tokens, own=own, settings=growth.settings
+        )
 
     # -- handing over, once the step is scheduled ---------------------------------------------
 
@@ -238,28 +297,42 @@ class CompressedManager(FullAttentionManager):
             in_place=bool(own),
         )
 
-    def _hand_over_again(
-        self, request_id: str, planned: tuple[PagePlan, int, list[KVCacheBlock]]
-    ) -> Repack:
-        plan, last, own = planned
-        growth = self.planner.growing[request_id]
+    def _hand_over_again(self, request_id: str, planned: "_Repacking") -> Repack:
+        plan, held, own = planned.plan, planned.held, planned.own
+        last = planned.tokens // self.block_size
         blocks, kept = self.req_to_blocks[request_id], {block.block_id for block in own}
-        ordinary = blocks[growth.first_block : last]
+        ordinary = blocks[held.first_block : last]
         freed = [block for block in reversed(ordinary) if block.block_id not in kept]
-        blocks[growth.first_block : last] = [self._null_block] * len(ordinary)
-        again = growth.frozen
-        packed = self._packed[request_id] = self._packed.get(request_id, []) + own
-        growth.packed(plan, last)
+        blocks[held.first_block : last] = [self._null_block] * len(ordinary)
+        packed = self._packed.get(request_id, []) + own
+        # A tail leaves less for the pages before it: a prompt's end may need a block less.
+        self._packed[request_id] = packed[: plan.blocks]
+        freed += packed[plan.blocks :]
+        prefill, first = isinstance(held, Pieces), not held.pages
+        layers_keep_theirs = isinstance(held, Growth) and held.frozen
+        held.packed(plan, last)
         before = self.block_pool.get_num_free_blocks()
         self.block_pool.free_blocks(freed)
-        self.tally.repacked += 1
-        self.tally.answer_blocks += self.block_pool.get_num_free_blocks() - before
+        returned = self.block_pool.get_num_free_blocks() - before
+        if prefill:
+            self.tally.pieces += 1
+            self.tally.freed_blocks += returned
+            self.tally.packed_blocks += plan.blocks * first
+            self.tally.in_place += bool(own)
+            if planned.ends:
+                self.tally.planned[planned.settings.compress] += 1
+        else:
+            self.tally.repacked += 1
+            self.tally.answer_blocks += returned
+        destination = tuple(block.block_id for block in self._packed[request_id])
         return Repack(
             request_id=request_id,
-            settings=growth.settings,
+            settings=planned.settings,
             plan=plan,
-            tokens=last * self.block_size,
-            destination=() if again else tuple(block.block_id for block in packed),
+            tokens=planned.tokens,
+            destination=() if layers_keep_theirs else destination,
+            prefill=prefill,
+            ends=planned.ends,
         )
 
     # -- the prefix cache ---------------------------------------------------------------------

@@ -66,18 +66,52 @@ class _Compressing:
         settings, tokens = self.compressed_manager.settings, config.model_config.max_model_len
         if not settings.enabled:
             return
-        plan = self.compressed_manager.planner.admissions.plan(settings, tokens - 1)
+        admissions = self.compressed_manager.planner.admissions
+        plan = admissions.plan(settings, tokens - 1)
         if plan is None:
             return
         blocks = config.cache_config.num_gpu_blocks - 1
         whole, tail = plan.full_blocks + int(plan.tail > 0), int(plan.tail > 0)
+        pieces = admissions.pieces(settings, tokens - 1)
         logger.info(
             "a prompt of %d tokens takes %d of %d KV blocks while it is computed, %d afterwards",
             plan.tokens,
-            whole,
+            whole if pieces is None else pieces.most_blocks(),
             blocks,
             plan.blocks + tail,
         )
+
+    def add_request(self, request: Request) -> None:
+        """Take a request, unless the pool cannot hold its prompt: then it ends with an error.
+
+        Servers refuse those earlier (`frontend.api`); without a guard one would wait for ever, and
+        every request behind it.
+        """
+        super().add_request(request)  # type: ignore[misc]
+        manager = self.compressed_manager
+        if manager.settings.max_whole is None or request.sampling_params is None:
+            return
+        most, blocks = manager.planner.most_blocks(request), manager.planner.admissions.pool_blocks
+        if most > blocks:
+            logger.error(
+                "request %s is ended: its prompt of %d tokens takes %d KV blocks while it is"
+                " computed, and there are %d",
+                *(request.request_id, request.num_tokens, most, blocks),
+            )
+            # the next step's outputs say so, as of one whose grammar is wrong
+            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Where a chunk ends; that of a prompt that is packed piece by piece, at a boundary."""
+        tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
+            request, num_computed_tokens, num_new_tokens
+        )
+        pieces = self.compressed_manager.planner.pieces_of(request)
+        if pieces is None:
+            return tokens
+        return min(tokens, pieces.next_end(num_computed_tokens) - num_computed_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, with its plan.

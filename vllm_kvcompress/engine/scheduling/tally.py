@@ -25,6 +25,7 @@ class Tally:
         packed: what the workers reported.
         repacked: times that an answer was packed again.
         answer_blocks: blocks that went back to the pool by that.
+        pieces: times that a prompt was packed piecewise, its end included.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
@@ -35,6 +36,7 @@ class Tally:
     packed: list[Packed] = field(default_factory=list)
     repacked: int = 0
     answer_blocks: int = 0
+    pieces: int = 0
 
     def report(self, packed: Iterable[Packed]) -> None:
         """Add what a worker has packed."""
@@ -42,7 +44,7 @@ class Tally:
 
     def take(self) -> Counts | None:
         """Everything since the last call as plain values; None when nothing happened."""
-        if not (self.planned or self.skipped or self.packed or self.repacked):
+        if not (self.planned or self.skipped or self.packed or self.repacked or self.pieces):
             return None
         layers = zip(*(done.layer_tokens for done in self.packed), strict=True)
         taken: Counts = {
@@ -59,10 +61,11 @@ class Tally:
             "layer_tokens": [sum(tokens) for tokens in layers],
             "repacked": self.repacked,
             "answer_blocks": self.answer_blocks,
+            "pieces": self.pieces,
         }
         self.planned.clear()
         self.skipped.clear()
         self.packed.clear()
         self.freed_blocks = self.packed_blocks = self.in_place = 0
-        self.repacked = self.answer_blocks = 0
+        self.repacked = self.answer_blocks = self.pieces = 0
         return taken

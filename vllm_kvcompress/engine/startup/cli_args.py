@@ -69,6 +69,16 @@ FLAGS = {
         "TOKENS",
         "Tokens of an answer after which it is packed again: a multiple of the KV block.",
     ),
+    "--kv-max-whole": (
+        "max_whole",
+        "TOKENS",
+        "Prompts longer than this are packed piece by piece, and may be longer than the KV pool.",
+    ),
+    "--kv-piece": (
+        "piece",
+        "TOKENS",
+        "Tokens of such a prompt after which it is packed: a multiple of the KV block.",
+    ),
     "--kv-allow-override": (
         "allow_override",
         "METHODS",

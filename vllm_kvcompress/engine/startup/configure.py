@@ -99,6 +99,12 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             settings.decode_budget,
             settings.decode_interval,
         )
+    if settings.max_whole is not None:
+        logger.info(
+            "prompts of more than %d tokens are packed every %d tokens while they are computed",
+            settings.max_whole,
+            settings.piece,
+        )
     for variant in settings.variants:
         parts = variant.parts
         if parameters := published(parts.allocator, settings.model, variant.budget):

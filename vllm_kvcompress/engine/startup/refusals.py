@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.model_traits import Traits, traits_of, unsupported
-from vllm_kvcompress.repacking import why_not_bounded
+from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -253,6 +253,10 @@ def _answers_bounded(config: VllmConfig, settings: CompressionConfig) -> str | N
     return why_not_bounded(settings, config.cache_config.block_size)
 
 
+def _prompts_in_pieces(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    return why_not_in_pieces(settings, config.cache_config.block_size)
+
+
 def front_end() -> str | None:
     """Why the process that takes requests cannot be ours; None when it is vLLM's in Python."""
     if envs.VLLM_USE_RUST_FRONTEND:
@@ -292,6 +296,6 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    for of_settings in (_window_fits, _answers_bounded):
+    for of_settings in (_window_fits, _answers_bounded, _prompts_in_pieces):
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

@@ -131,6 +131,12 @@ SEAMS = (
         "(kvcache_spec_cls, manager_class, uniform_type_base_spec)",
     ),
     *_seams(
+        "scheduling.cache_spec",
+        "subclass",
+        "vLLM asks a manager, not its spec, what one request takes at most",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
+    ),
+    *_seams(
         "scheduling.kv_cache",
         "subclass",
         _TABLES,
@@ -149,6 +155,13 @@ SEAMS = (
         "vLLM lets plugins attach data to the SchedulerOutput",
         f"{_SCHEDULER}.schedule",
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+    ),
+    *_seams(
+        "scheduling.scheduler",
+        "subclass",
+        "vLLM lets a plugin say where chunks of a prompt end",
+        f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
+        f"{_SCHEDULER}.add_request(request)",
     ),
     *_seams(
         "scheduling.scheduler",

@@ -1,0 +1,110 @@
+"""Prompts that never stand whole: what every token attends to, against float64, and how much.
+
+The reference sees the queries, keys and values that the attention layers received. It replays the
+prompt from its first token: where it is packed, what each layer may keep, which tokens that are.
+"""
+
+import numpy as np
+import pytest
+
+import methods_reference as ref
+from checkpoints import SHAPES, make, tokens
+from engines import BLOCK, V2, engine, settings
+from test_decode_budgets import WINDOWS, Replay, rounded, scores_of
+
+once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
+METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"]
+WHOLE, PIECE, WINDOW = 128, 96, 8
+
+
+def piecewise(method="cake", budget=0.4, **more):
+    own = {"window": WINDOW} if method not in WINDOWS else {}
+    return settings(method, budget, max_whole=WHOLE, piece=PIECE, **own, **more)
+
+
+class Prompt(Replay):
+    """A prompt of S tokens that may keep B of each layer, packed every `PIECE` tokens."""
+
+    def __init__(self, method, shape, seen, prompt, budget) -> None:
+        super().__init__(method, shape, seen, prompt, budget)
+        self.w = WINDOWS.get(method, WINDOW)
+        self.held = [[[] for _ in range(shape.kv_heads)] for _ in range(shape.layers)]
+
+    def after(self, computed: int) -> None:
+        """Pack at the multiples of the piece and at the end, if more is held than may be."""
+        if computed == self.prompt or (computed < self.prompt and computed % PIECE == 0):
+            tail = computed % BLOCK if computed == self.prompt else 0
+            layers = self.shape.layers
+            low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
+            cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
+            lengths = [len(heads[0]) for heads in self.held]
+            if computed == self.prompt or sum(lengths) // BLOCK > cap:
+                self.pack_prompt(computed, cap, tail, low, lengths)
+
+    def pack_prompt(self, computed, cap, tail, low, lengths) -> None:
+        shape, w = self.shape, self.w
+        found = []
+        for layer in range(shape.layers):
+            q, k = self.parts[layer, "q"], self.parts[layer, "k"]
+            keys = np.stack([k[own, kv] for kv, own in enumerate(self.held[layer])])
+            found.append(scores_of(self.method, q[computed - w : computed], keys, w))
+        most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
+        figures = [stats for _, stats in found]
+        given = shares(self.method, figures, shape.layers, most, self.budget, w, lengths)
+        full = [length // BLOCK for length in lengths]
+        pages = rounded([n - tail for n in given], cap, low, full)
+        size = ref.CHUNKS.get(self.method)
+        for layer, (scores, _) in enumerate(found):
+            after = max(w - tail, 0)
+            past, keep = lengths[layer] - max(w, tail), pages[layer] * BLOCK - after
+            for kv, own in enumerate(self.held[layer]):
+                row = (scores.sum(0) if size else scores[kv])[:past]
+                best = ref.chunks(row, keep, size) if size else ref.best(row, keep)
+                self.held[layer][kv] = [own[j] for j in best] + own[past:]
+        self.most_pages = min(most // BLOCK, cap - (shape.layers - 1) * low)
+        self.first_block, self.pages = computed // BLOCK, cap
+        self.packed_at.append(computed)
+
+
+def shares(method, stats, layers, most, budget, w, lengths):
+    """Tokens of each layer, where a budget of tokens is not one of pages."""
+    past, base = most - w, budget - w
+    if method in ("cake", "cake-chunk"):
+        weights = [h * s for h, s in stats]
+        total = layers * min(base, past)
+        given = ref.apportion([x / max(weights) for x in weights], total, [past] * layers)
+    elif method == "pyramidkv":
+        given = ref.pyramid_budgets(layers, base, past)
+    else:
+        given = [min(base, past)] * layers
+    given = ref.apportion(given, sum(given), [length - w for length in lengths])
+    return [n + w for n in given]
+
+
+@pytest.mark.parametrize("length", [531, 480, 576 + 5])
+@pytest.mark.parametrize("method", METHODS[3:4] if V2 else METHODS)
+def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_folder):
+    """Whatever chunks compute it; and never more blocks than what is kept and one piece."""
+    name, budget, answer = "llama-gqa", int(length * 0.4), 40
+    shape = SHAPES[name]
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=piecewise(method),
+        max_num_seqs=4,
+        max_model_len=1024,
+        max_num_batched_tokens=70,
+    ) as llm:
+        seen, free, most = llm.record_attention(), llm.free_blocks, 0
+        llm.submit("r", tokens(length, seed=5), answer)
+        while llm.llm.llm_engine.has_unfinished_requests():
+            llm.step()
+            most = max(most, free - llm.free_blocks)
+        assert llm.free_blocks == free
+    kept = -(-(shape.layers * budget // BLOCK) // shape.layers)
+    assert most <= kept + PIECE // BLOCK + 1
+    replay = Prompt(method, shape, seen, length, budget)
+    for position in range(length + answer - 1):
+        replay.look(position)
+        replay.after(position + 1)
+    assert replay.packed_at[-1] == length
+    assert len(replay.packed_at) >= 3

@@ -1,0 +1,60 @@
+"""Seam `room`: a prompt that the KV cache can never hold is refused before anything of it runs.
+
+vLLM promises that one longest sequence fits. Where prompts need not stand whole, sequences may be
+longer than the pool, and what is left whole may not fit: who asks for `off`, or for a large budget.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.frontend.metrics import count_refusal
+from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.pieces import pieces_of
+
+
+def check_room(
+    config: VllmConfig,
+    settings: CompressionConfig | None,
+    extra_args: Mapping[str, Any] | None,
+    tokens: int | None,
+) -> None:
+    """Refuse a prompt that takes more blocks than there are, at its largest.
+
+    Args:
+        config: the engine's, with the pool's size once an engine has told it.
+        settings: the engine's; None without compression.
+        extra_args: the request's, checked before.
+        tokens: prompt length; None where it is not known yet.
+
+    Raises:
+        VLLMValidationError: which vLLM's server answers with status 400.
+    """
+    total = config.cache_config.num_gpu_blocks
+    if settings is None or settings.max_whole is None or not tokens or not total:
+        return
+    parallel, size = config.parallel_config, config.cache_config.block_size
+    engines = parallel.data_parallel_size
+    if parallel.local_engines_only:
+        engines = parallel.data_parallel_size_local
+    # a null block in each engine's pool is nobody's
+    blocks = total // max(engines, 1) - 1
+    own = settings_for(settings, extra_args)
+    layers = config.model_config.get_num_layers(parallel)
+    pieces = None if own is None else pieces_of(own, layers, size, tokens)
+    most = -(-tokens // size) if pieces is None else pieces.most_blocks()
+    if most <= blocks:
+        return
+    count_refusal("too_long")
+    if pieces is None:
+        how = "it is to stand whole; ask for a method that compresses it, or send a shorter one"
+    else:
+        how = "even packed piece by piece; ask for a smaller budget, or send a shorter one"
+    raise VLLMValidationError(
+        f"this prompt of {tokens} tokens takes {most} blocks of the KV cache, which has"
+        f" {blocks}: {how}",
+        parameter="prompt",
+    )
