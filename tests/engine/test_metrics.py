@@ -160,7 +160,7 @@ def test_refusals_are_counted_where_requests_enter(model):
                 llm.generate([tokens(300, seed=1)], 4, extra_args=ask)
         seen = samples()
     refused = {key[1]: n for key, n in seen.items() if key[0] == "refused_requests_total"}
-    assert refused == {"out_of_bounds": 1, "not_allowed": 1, "invalid": 2}
+    assert refused == {"out_of_bounds": 1, "not_allowed": 1, "invalid": 2, "too_long": 0}
 
 
 @pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")

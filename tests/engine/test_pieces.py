@@ -108,3 +108,85 @@ def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_
         replay.after(position + 1)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
+
+
+LENGTHS = (150, 420, 531, 96, 290)
+PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS[: 3 if V2 else None]]
+# two prompts that begin alike, the second of which finds the first one's blocks
+PROMPTS[1][:300] = PROMPTS[2][:300]
+ANSWER = 12 if V2 else 40
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints_folder):
+    """Each answer by itself."""
+    model = make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=piecewise(), enable_prefix_caching=False) as llm:
+        return [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8}, marks=once, id="chunks"),
+        pytest.param({"enable_prefix_caching": False}, marks=once, id="batch"),
+        pytest.param({"async_scheduling": True}, id="async"),
+        pytest.param({"blocks": 24}, marks=once, id="preempted"),
+    ],
+)
+def test_a_prompt_depends_on_its_own_tokens(more, alone, checkpoints_folder, keep_async_scheduling):
+    """Not on its neighbours, chunks, prefix-cache hits, the pool or how steps are scheduled."""
+    model = make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=piecewise(), max_model_len=1024, **more) as llm:
+        free, cuts = llm.free_blocks, llm.watch_preemptions()
+        for i, prompt in enumerate(PROMPTS):
+            llm.submit(str(i), prompt, ANSWER)
+        first = llm.drain()
+        llm.settle()
+        if "blocks" in more:
+            # an answer that goes on after a preemption is one to a longer prompt
+            assert cuts
+            for i, prompt in enumerate(PROMPTS):
+                (got,) = (each for name, each in first.items() if name.split("-")[0] == str(i))
+                llm.alone(prompt, ANSWER, got, cuts.get(str(i), []))
+            return
+        assert [first[name] for name in sorted(first)] == alone
+        assert llm.generate(PROMPTS[::-1], ANSWER)[::-1] == alone
+        llm.settle()
+        assert llm.free_blocks == free
+
+
+@once
+def test_hits_end_before_the_first_packing(checkpoints_folder):
+    """Later blocks of one prompt were computed against less than another one may hold."""
+    model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=3)
+    config = piecewise("cake", 0.4, allow_override="off,snapkv")
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        asks = [{"kv_compress": "off"}, {}, {"kv_budget": 0.2}, {}, {"kv_compress": "off"}]
+        outputs = [llm.outputs([prompt], 20, extra_args=ask)[0] for ask in asks]
+        hits = [output.num_cached_tokens for output in outputs]
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+    with engine(
+        model, additional_config=config, max_model_len=1024, enable_prefix_caching=False
+    ) as llm:
+        for ask, answer in zip(asks, answers, strict=True):
+            assert llm.generate([prompt], 20, extra_args=ask) == [answer]
+    # 0.4 of 531 tokens are 212, so 288 is the first boundary with more; of 0.2 it is 192
+    assert hits == [0, (288 - WINDOW) // BLOCK * BLOCK, (192 - WINDOW) // BLOCK * BLOCK, 256, 512]
+
+
+@once
+def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
+    model, prompt = make("llama-gqa", checkpoints_folder), PROMPTS[2]
+    with engine(model, additional_config=piecewise("cake", 200), max_num_batched_tokens=50) as llm:
+        free = llm.free_blocks
+        want = llm.generate([prompt], ANSWER)[0]
+        for cut in range(1, 12, 2):
+            assert llm.scheduler.reset_prefix_cache()
+            llm.submit("r", prompt, ANSWER)
+            for _ in range(cut):
+                llm.step()
+            assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert llm.free_blocks == free
+            assert list(llm.drain().values()) == [want]
+        assert llm.free_blocks == free

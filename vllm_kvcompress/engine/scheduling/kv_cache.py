@@ -171,7 +171,9 @@ class CompressedManager(FullAttentionManager):
             self._pack_piece(request_id, plan, pieces, num_tokens, ends)
         elif whole is not None and ends:
             self._reserve(request_id, whole)
-        elif whole is not None or pieces is not None:
+        elif pieces is not None:
+            self._observe[request_id] = pieces.settings
+        elif whole is not None:
             self._observe[request_id] = self.planner.settings_of(request_id)
         return new_blocks
 
