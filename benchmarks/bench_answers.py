@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import blocks_in_use, in_this_process, tell
+from engine_bench import LIKELY, blocks_in_use, in_this_process, likely_tokens, tell, writing
 from origin import commit, machine
 
 FULL = "off"
-LIKELY = 20
 PART = 500
 """Tokens of an answer that are put together in the result."""
 
@@ -85,36 +84,7 @@ class Contender:
             if output.finished:
                 answer = output.outputs[0]
                 self.answers[output.request_id] = list(answer.token_ids)
-                self.likely[output.request_id] = [
-                    {str(token): each.logprob for token, each in place.items()}
-                    for place in answer.logprobs or ()
-                ]
-
-
-def writing() -> type:
-    """A logits processor of vLLM's interface: a request's next token is the one it is to write."""
-    import torch
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
-    class Writing(AdapterLogitsProcessor):
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def new_req_logits_processor(self, params: Any) -> Any:
-            text = (params.extra_args or {}).get("write")
-            if text is None:
-                return None
-
-            def write(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-                token = text[len(output_ids)]
-                kept = logits[token].clone()
-                logits.fill_(-torch.inf)
-                logits[token] = kept
-                return logits
-
-            return write
-
-    return Writing
+                self.likely[output.request_id] = likely_tokens(answer)
 
 
 def contender(name: str, args: argparse.Namespace) -> Contender:

@@ -2,8 +2,12 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+LIKELY = 20
+"""Most likely tokens of each place, by which distributions are compared."""
 
 
 def in_this_process(*, cache_gib: int) -> None:
@@ -21,6 +25,58 @@ def blocks_in_use(llm: Any) -> int:
     """KV blocks out of the pool, the null block aside."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def writing() -> type:
+    """A logits processor of vLLM's interface: a request's next token is the one it is to write."""
+    import torch
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class Writing(AdapterLogitsProcessor):
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            text = (params.extra_args or {}).get("write")
+            if text is None:
+                return None
+
+            def write(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+                token = text[len(output_ids)]
+                kept = logits[token].clone()
+                logits.fill_(-torch.inf)
+                logits[token] = kept
+                return logits
+
+            return write
+
+    return Writing
+
+
+def most_blocks_in_use(llm: Any) -> Callable[[], int]:
+    """From now on: asked, it says how many KV blocks were out of the pool at most.
+
+    Seen where blocks are taken: a prompt that is compressed gives its own back in the same step.
+    """
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    take, most = pool.get_new_blocks, 0
+
+    def taking(*args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        taken = take(*args, **kwargs)
+        most = max(most, blocks_in_use(llm))
+        return taken
+
+    pool.get_new_blocks = taking
+    return lambda: most
+
+
+def likely_tokens(answer: Any) -> list[dict[str, float]]:
+    """Of each place of an answer its most likely tokens' log-probabilities, the likeliest first."""
+    return [
+        {str(token): each.logprob for token, each in sorted(place.items(), key=lambda x: x[1].rank)}
+        for place in answer.logprobs or ()
+    ]
 
 
 def tell(result: dict[str, Any], output: Path | None) -> None:

@@ -1,0 +1,186 @@
+"""Prompts packed piece by piece: blocks, time to the first token, and what they lose.
+
+    python benchmarks/bench_pieces.py --model .cache/smollm2-135m-instruct
+
+Engines side by side in one process, prompt by prompt: vLLM alone, the method on the whole prompt,
+and the same packed after every piece. vLLM alone answers a built-in question; the others write the
+same answer, so that probabilities are along the same text, and answer themselves where they would
+have chosen another token.
+
+* blocks: taken at once for one prompt and its answer, the most
+* first token: seconds from the request to it, the median of the prompts, and the median of the
+  ratios, vLLM's over the method's
+* named: of the prompts whose answer vLLM alone names, those that name it
+* KL: from vLLM alone, in nats per token, a lower bound by the 20 most likely tokens
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine_bench import LIKELY, in_this_process, likely_tokens, most_blocks_in_use, tell, writing
+from origin import commit, machine
+
+FULL, WHOLE = "off", "whole"
+TOKENS = 24
+"""Of an answer along which probabilities are compared."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
+    parser.add_argument("--method", default="cake-chunk")
+    parser.add_argument("--budget", type=float, default=0.2)
+    parser.add_argument("--pieces", type=int, nargs="*", default=[1024, 2048, 4096])
+    parser.add_argument("--task", default="niah-multikey-1")
+    parser.add_argument("--count", type=int, default=20, help="prompts")
+    parser.add_argument("--tokens", type=int, default=6000, help="of a prompt, about")
+    parser.add_argument("--question", choices=("last", "first"), default="last")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    return parser.parse_args()
+
+
+@dataclass(slots=True)
+class Contender:
+    """One engine, and what was seen of it."""
+
+    llm: Any
+    blocks: Callable[[], int]
+    first: list[float] = field(default_factory=list)
+    named: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+
+    def answer(self, name: str, prompt: list[int], write: list[int] | None) -> Any:
+        """Answer one prompt alone, greedily or as it is written; times are of the first token."""
+        from vllm import SamplingParams
+
+        tokens = TOKENS if write is None else len(write)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=LIKELY,
+            extra_args=None if write is None else {"write": write},
+        )
+        engine = self.llm.llm_engine
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        start, first = time.perf_counter(), None
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            if outputs and outputs[0].outputs[0].token_ids and first is None:
+                first = time.perf_counter() - start
+                self.first.append(first)
+        return outputs[0].outputs[0]
+
+
+def contender(piece: int | str, args: argparse.Namespace) -> Contender:
+    from vllm import LLM
+
+    own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
+    if isinstance(piece, int):
+        own |= {"max_whole": max(piece, 1024), "piece": piece}
+    llm = LLM(
+        args.model,
+        max_model_len=8192,
+        enforce_eager=True,
+        dtype=args.dtype,
+        distributed_executor_backend="uni",
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+        logits_processors=[writing()],
+        max_logprobs=LIKELY,
+        **({} if piece == FULL else {"additional_config": {"kvcompress": own}}),
+    )
+    return Contender(llm, most_blocks_in_use(llm))
+
+
+def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: Any) -> None:
+    from benchmarks.evidence.reader import encode
+    from vllm_kvcompress.compare.measures import coarse_kl
+    from vllm_kvcompress.compare.tasks import build_items, score
+
+    items = build_items(
+        [args.task],
+        count=args.count,
+        tokens=args.tokens,
+        seed=args.seed,
+        question=args.question,
+        count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+        questions_per_text=5,
+    )
+    full = contenders[FULL]
+    for at, item in enumerate(items):
+        prompt = encode(tokenizer, item.messages)
+        right = full.answer(item.name, prompt, None)
+        text = tokenizer.decode(right.token_ids[: item.max_tokens])
+        known = score(item.answers, text)
+        likely = likely_tokens(right)
+        for name, one in contenders.items():
+            if name == FULL:
+                continue
+            own = likely_tokens(one.answer(item.name, prompt, list(right.token_ids)))
+            # the first token is the prefill's, and so is its distribution
+            pairs = list(zip(likely, own, strict=True))[1:]
+            one.kl.append(statistics.fmean(coarse_kl(p, q) for p, q in pairs))
+            if not known:
+                continue
+            chosen = [int(next(iter(place))) for place in own[: item.max_tokens]]
+            if chosen != list(right.token_ids[: item.max_tokens]):
+                again = one.answer(f"{item.name} again", prompt, None)
+                one.first.pop()
+                text_of_own = tokenizer.decode(again.token_ids[: item.max_tokens])
+                one.named.append(score(item.answers, text_of_own))
+            else:
+                one.named.append(known)
+        full.named.append(known)
+        print(
+            f"{at + 1} of {len(items)}: {len(prompt)} tokens;",
+            *(f"{name} {one.first[-1]:.1f} s" for name, one in contenders.items()),
+            flush=True,
+        )
+
+
+def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, Any]:
+    full = contenders[FULL]
+    rows: dict[str, Any] = {}
+    for name, one in contenders.items():
+        ratios = [a / b for a, b in zip(full.first, one.first, strict=True)]
+        rows[name] = {
+            "most_blocks": one.blocks(),
+            "first_token_s": round(statistics.median(one.first), 2),
+            "first_token_speedup": round(statistics.median(ratios), 3),
+            "named": round(sum(one.named), 2),
+            "kl": round(statistics.fmean(one.kl), 4) if one.kl else None,
+        }
+    return {
+        "machine": machine(),
+        "command": " ".join(["python", "benchmarks/bench_pieces.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "shapes": {
+            **{"task": args.task, "question": args.question, "prompts": args.count},
+            **{"known": sum(map(bool, full.named)), "tokens": args.tokens, "method": args.method},
+            **{"budget": args.budget, "dtype": args.dtype},
+        },
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    args = parse_args()
+    in_this_process(cache_gib=1)
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    made: list[int | str] = [FULL, WHOLE, *args.pieces]
+    contenders = {str(piece): contender(piece, args) for piece in made}
+    ask(args, contenders, contenders[FULL].llm.get_tokenizer())
+    tell(report(args, contenders), args.output)
+
+
+if __name__ == "__main__":
+    main()
