@@ -7,7 +7,7 @@ and the same packed after every piece. vLLM alone answers a built-in question; t
 same answer, so that probabilities are along the same text, and answer themselves where they would
 have chosen another token.
 
-* blocks: taken at once for one prompt and its answer, the most
+* blocks: taken at once for one prompt and its answer, the most, in the smallest pool that starts
 * first token: seconds from the request to it, the median of the prompts, and the median of the
   ratios, vLLM's over the method's
 * named: of the prompts whose answer vLLM alone names, those that name it
@@ -27,6 +27,7 @@ from engine_bench import LIKELY, in_this_process, likely_tokens, most_blocks_in_
 from origin import commit, machine
 
 FULL, WHOLE = "off", "whole"
+BLOCK = 128
 TOKENS = 24
 """Of an answer along which probabilities are compared."""
 
@@ -81,14 +82,24 @@ class Contender:
 
 
 def contender(piece: int | str, args: argparse.Namespace) -> Contender:
+    from transformers import AutoConfig
     from vllm import LLM
+
+    from vllm_kvcompress.config import CompressionConfig
+    from vllm_kvcompress.pieces import standing_blocks
 
     own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
     if isinstance(piece, int):
         own |= {"max_whole": max(piece, 1024), "piece": piece}
+    longest = args.tokens + 256
+    settings = CompressionConfig.parse(own)
+    layers = AutoConfig.from_pretrained(args.model).num_hidden_layers
     llm = LLM(
         args.model,
-        max_model_len=8192,
+        max_model_len=longest,
+        # the smallest pool that starts, so that nothing is taken that is not needed
+        num_gpu_blocks_override=1 + standing_blocks(settings, layers, BLOCK, longest),
+        block_size=BLOCK,
         enforce_eager=True,
         dtype=args.dtype,
         distributed_executor_backend="uni",

@@ -26,6 +26,8 @@ METHOD = typer.Option("--kv-compress", metavar="METHOD", help="As vllm serve tak
 BUDGET = typer.Option("--kv-budget", metavar="BUDGET", help="As vllm serve takes it.")
 WINDOW = typer.Option("--kv-window", metavar="TOKENS", help="As vllm serve takes it.")
 LEAST = typer.Option("--kv-min-prompt", metavar="TOKENS", help="As vllm serve takes it.")
+MAX_WHOLE = typer.Option("--kv-max-whole", metavar="TOKENS", help="As vllm serve takes it.")
+PIECE = typer.Option("--kv-piece", metavar="TOKENS", help="As vllm serve takes it.")
 DECODE = typer.Option("--kv-decode-budget", metavar="TOKENS", help="As vllm serve takes it.")
 EVERYTHING = typer.Option(
     "--kv-compress-config", metavar="JSON", help="Every other setting, as vllm serve takes it."
@@ -78,6 +80,8 @@ def plan(
     bounds: Annotated[str | None, BOUNDS] = None,
     aliases: Annotated[list[str] | None, ALIASES] = None,
     growing: Annotated[int | None, DECODE] = None,
+    max_whole: Annotated[int | None, MAX_WHOLE] = None,
+    piece: Annotated[int | None, PIECE] = None,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -140,6 +144,8 @@ def plan(
             budget_bounds=bounds,
             alias=aliases or None,
             decode_budget=growing,
+            max_whole=max_whole,
+            piece=piece,
         ),
         length=length,
         output=output,

@@ -13,6 +13,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import Growth, most_blocks
 from vllm_kvcompress.memory import Sizes, extra_bytes
 from vllm_kvcompress.overrides import largest_budgets
+from vllm_kvcompress.pieces import pieces_of
 from vllm_kvcompress.plan import PagePlan
 
 
@@ -181,7 +182,13 @@ def forecast(
     pools: list[Concurrency | None] = [None, None, None]
     if pool_bytes is not None:
         left = pool_bytes - extra if tables_from_pool else pool_bytes
-        pools = [_fit(pool_bytes, sizes, off), _fit(left, sizes, on), _fit(left, sizes, largest)]
+        # a pool for prompts in pieces need not hold one that stands whole
+        small = settings.max_whole is not None
+        pools = [
+            _fit(pool_bytes, sizes, off, none_may_fit=small),
+            _fit(left, sizes, on),
+            _fit(left, sizes, largest, none_may_fit=small),
+        ]
     return Forecast(
         load=load,
         block_size=block,
@@ -206,6 +213,8 @@ def _plan(
     if not settings.enabled:
         return None, "only requests that ask for it are compressed"
     plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size)
+    if pieces_of(settings, sizes.layers, sizes.block_size, load.prompt) is not None:
+        return plan, None
     whole = _left_whole(settings, load, plan)
     return (plan, None) if whole is None else (None, whole)
 
@@ -247,6 +256,12 @@ def _blocks(
     block = sizes.block_size
     dropped = 0 if plan is None else plan.full_blocks - plan.blocks
     prefill, end = -(-load.prompt // block), -(-load.cached // block) - dropped
+    decoding = prefill - dropped
+    pieces = None
+    if settings is not None and settings.enabled:
+        pieces = pieces_of(settings, sizes.layers, block, load.prompt)
+    if pieces is not None:
+        prefill = pieces.most_blocks()
     if settings is not None and settings.enabled and settings.decode_budget is not None:
         growth = Growth(
             settings=settings,
@@ -259,24 +274,28 @@ def _blocks(
             growth.prefill_packed(plan)
         packed = 0 if plan is None else plan.blocks
         end = most_blocks(growth, packed=packed, tokens=load.cached)
-    return Blocks(prefill=prefill, decoding=prefill - dropped, end=end)
+    return Blocks(prefill=prefill, decoding=decoding, end=end)
 
 
-def _fit(pool_bytes: int, sizes: Sizes, request: Blocks) -> Concurrency:
+def _fit(
+    pool_bytes: int, sizes: Sizes, request: Blocks, *, none_may_fit: bool = False
+) -> Concurrency:
     # One block of the pool is the null block, which no request gets.
     blocks = max(pool_bytes // sizes.block_bytes - 1, 0)
     max_requests = sizes.max_requests
-    if blocks < request.prefill:
+    if blocks < request.prefill and none_may_fit:
+        max_requests = 0
+    elif blocks < request.prefill:
         need = (request.prefill + 1) * sizes.block_bytes / 2**30
         raise ConfigError(
-            "a prompt must fit whole once, during its prefill: this one needs"
+            "a prompt must fit once, during its prefill: this one needs"
             f" {request.prefill} blocks and the pool has {blocks}; give at least {need:.2f} GiB"
-            f" beside what compression takes, or a shorter --len"
+            f" beside what compression takes, a shorter --len, or pieces with --kv-max-whole"
         )
     return Concurrency(
         pool_bytes=pool_bytes,
         blocks=blocks,
         decoding=min(blocks // request.end, max_requests),
         beside_prefill=min(1 + (blocks - request.prefill) // request.end, max_requests),
-        most=max_requests,
+        most=sizes.max_requests,
     )

@@ -13,7 +13,7 @@ from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.presets import RECOMMENDED
-from vllm_kvcompress.repacking import why_not_bounded
+from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -55,6 +55,8 @@ class Answer:
         console = Console()
         if self.settings.decode_budget is not None:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
+        if self.settings.max_whole is not None:
+            title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
         show_forecast(
             self.forecast,
             title,
@@ -110,8 +112,9 @@ def ask(
         raise ConfigError(
             f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
         )
-    if (reason := why_not_bounded(checked, block_size or _BLOCK.get(device))) is not None:
-        raise ConfigError(reason)
+    for why_not in (why_not_bounded, why_not_in_pieces):
+        if (reason := why_not(checked, block_size or _BLOCK.get(device))) is not None:
+            raise ConfigError(reason)
     if device not in _BLOCK:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
     if device != "cuda" and gpu_gib is not None:
