@@ -83,8 +83,8 @@ class Pieces:
         first, size = self.first_end, self.block_size
         if first == self.tokens:
             return -(-first // size)
-        kept = -(-self._kept(0) // self.num_layers)
-        return max(first // size, kept + self.settings.piece // size)
+        kept, behind = -(-self._kept(0) // self.num_layers), self.tokens - first
+        return max(first // size, kept - (-min(self.settings.piece, behind) // size))
 
     def _kept(self, tail: int) -> int:
         """Pages over all layers that may be held at a boundary, `tail` tokens behind them."""

@@ -63,18 +63,23 @@ def test_uncompressed_answers_do_not_change(start, whole):
         assert llm.generate(PROMPTS) == whole
 
 
-@pytest.mark.parametrize("compress", ["cake", "chunkkv", "streamingllm", "tova", "growing"])
+OPT_IN = {
+    "growing": settings("cake", 0.1, decode_budget=64, decode_interval=32),
+    "pieces": settings("cake", 0.2, window=8, max_whole=128, piece=96),
+}
+
+
+@pytest.mark.parametrize("compress", ["cake", "chunkkv", "streamingllm", "tova", *OPT_IN])
 def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
     """Rows come and go, so that graphs are padded, and a row's request and slot change.
 
-    Growing answers leave their queries from within the graph, and are packed again behind it.
+    Growing answers leave their queries from within the graph, and are packed again behind it; the
+    steps that pack a piece run without one.
     """
     import cuda_on_cpu
 
-    counts, config = [20, 6, 11, 3], settings(compress if compress != "growing" else "cake")
-    if compress == "growing":
-        counts[0] = 90
-        config = settings("cake", 0.1, decode_budget=64, decode_interval=32)
+    counts = {"growing": [90, 6, 11, 3], "pieces": [60, 50, 70, 24]}.get(compress, [20, 6, 11, 3])
+    config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:
         opened, _ = start(additional_config=config, max_num_seqs=4)

@@ -63,7 +63,10 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     "preset", ["cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"]
 )
 def test_an_answer_that_is_packed_again(preset, monkeypatch):
-    """The first time, with budgets, and every later time; with queries that the ring kept."""
+    """The first time, with budgets, and every later time; with queries that the ring kept.
+
+    And a prompt at a boundary, with those of its prefill.
+    """
     names = launches(monkeypatch)
 
     def uploaded(values, device, dtype):
@@ -91,10 +94,17 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
         )
     packer = Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS)
     with nothing_uploaded_or_read():
-        repacker.Repacker(packer, pool.ring).warm_up(settings)
+        repacker.Repacker(packer, pool.ring).warm_up(settings, window)
     # of keys and of values one KV head at a time: staged, and written
     assert names.count("_move_kernel") == 2 * 2 * KV_HEADS
     assert names.count("columns_kernel") == 2 * bool(window)
+    names.clear()
+    asked = HEADS, DIM, torch.bfloat16
+    with nothing_uploaded_or_read():
+        repacker.Repacker(packer, None).warm_up(settings, settings.resolved_window, asked)
+    # a prompt that is packed at a boundary: its layers divide anew each time
+    assert names.count("_move_kernel") == 2 * KV_HEADS
+    assert names.count("columns_kernel") == bool(settings.resolved_window)
 
 
 def test_each_layer_gets_its_own_pages():

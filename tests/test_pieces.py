@@ -1,0 +1,126 @@
+"""When a prompt is packed while it is computed, and what it holds: from lengths alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.pieces import pieces_of, standing_blocks
+
+prop = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def config(**more):
+    return CompressionConfig.parse({"compress": "snapkv", "min_prompt": 1, **more})
+
+
+@st.composite
+def prompts(draw):
+    """Settings, layers, tokens of a block and of a prompt."""
+    block = draw(st.sampled_from([1, 4, 16]))
+    window = draw(st.integers(1, 12))
+    piece = block * draw(st.integers(window // block + 1, window // block + 8))
+    budget = draw(st.floats(0.02, 1.0) | st.integers(window + 1, 20 * block + window + 1))
+    own = config(
+        compress=draw(st.sampled_from(["snapkv", "pyramidkv", "cake"])),
+        window=max(window, 2),
+        piece=max(piece, block * (2 // block + 1)),
+        max_whole=draw(st.integers(1, 40 * block)),
+        budget=budget if isinstance(budget, float) else max(budget, 4),
+    )
+    return own, draw(st.integers(1, 5)), block, draw(st.integers(1, 90 * block))
+
+
+@prop
+@given(prompts())
+def test_what_is_held_stays_within_its_bound(case):
+    """Pages are exact at every boundary, and a layer's bound on the host holds."""
+    own, layers, size, tokens = case
+    pieces = pieces_of(own, layers, size, tokens)
+    if pieces is None:
+        return
+    first, most, computed, packed = pieces.first_end, pieces.most_blocks(), 0, 0
+    assert own.max_whole < tokens
+    assert first < tokens
+    while computed < tokens:
+        start, computed = computed, pieces.next_end(computed)
+        assert start < computed <= start + own.piece
+        assert computed % own.piece == 0 or computed == tokens
+        assert packed + -(-computed // size) - pieces.first_block <= most
+        for inside in range(start + 1, computed):
+            assert pieces.plan(inside) is None
+        plan = pieces.plan(computed)
+        assert (plan is not None) == (computed >= first)
+        if plan is None:
+            continue
+        held = pieces.pages + layers * (computed // size - pieces.first_block)
+        assert layers * plan.floor_pages <= plan.pages <= held
+        assert plan.pages < held or computed == tokens
+        assert plan.tail == (tokens % size if computed == tokens else 0)
+        assert -(-held // layers) <= plan.full_blocks
+        assert not packed or plan.blocks <= packed
+        packed = plan.blocks
+        pieces.packed(plan, computed // size)
+        assert pieces.most_pages * layers >= pieces.pages
+    whole = own.page_plan(layers, tokens, size)
+    assert whole is not None
+    assert pieces.pages == whole.pages
+
+
+@prop
+@given(prompts())
+def test_the_pool_that_one_request_needs(case):
+    """No shorter prompt takes more than the longest, or one that stands whole."""
+    own, layers, size, longest = case
+    most = standing_blocks(own, layers, size, longest)
+    assert most <= -(-longest // size)
+    for tokens in {1, own.max_whole, own.max_whole + 1, longest // 2, longest - 1, longest}:
+        if not 0 < tokens <= longest:
+            continue
+        pieces = pieces_of(own, layers, size, tokens)
+        needed = -(-tokens // size) if pieces is None else pieces.most_blocks()
+        assert needed <= most
+
+
+def test_by_hand():
+    """6,000 tokens, a tenth of them, blocks of 128, pieces of 1,024, 30 layers."""
+    own = config(budget=0.1, max_whole=2000, piece=1024, window=32)
+    pieces = pieces_of(own, 30, 128, 6000)
+    ends, kept = [], []
+    while not ends or ends[-1] < 6000:
+        ends.append(pieces.next_end(ends[-1] if ends else 0))
+        plan = pieces.plan(ends[-1])
+        kept.append(plan.pages)
+        pieces.packed(plan, ends[-1] // 128)
+    assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
+    # 600 tokens of each layer, and at the end without the tail of 112
+    assert kept == [30 * 600 // 128] * 5 + [30 * (600 - 112) // 128]
+    assert pieces.most_blocks() == 5 + 8
+    assert standing_blocks(own, 30, 128, 6000) == 16  # what stands whole, up to 2,000 tokens
+    assert standing_blocks(config(), 30, 128, 6000) == 47
+
+
+def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
+    own = config(budget=64, max_whole=256, piece=64, window=8)
+    free = config(budget=64, max_whole=256, piece=64, window=8, allow_override="tova,off")
+    named = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
+    assert standing_blocks(own, 2, 16, 4096) == 16
+    assert standing_blocks(free, 2, 16, 4096) == 16
+    assert standing_blocks(named, 2, 16, 4096) == (512 + 64) // 16
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"piece": 64}, "piece is of prompts that are packed piece by piece.*--kv-max-whole"),
+        ({"max_whole": 64, "min_prompt": 65}, "max_whole must be at least min_prompt=65.*got 64"),
+        ({"max_whole": 64, "piece": 8, "window": 8}, "piece must be above the window of 8, got 8"),
+        ({"max_whole": 0}, "max_whole: .*greater than or equal to 1, got 0"),
+        ({"max_whole": True}, "max_whole must be a whole number of tokens, got True"),
+        ({"piece": 64.5, "max_whole": 64}, "piece must be a whole number of tokens, got 64.5"),
+    ],
+)
+def test_wrong_settings_say_what_must_hold(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
