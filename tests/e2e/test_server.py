@@ -20,12 +20,15 @@ from vllm_kvcompress.demo.text import long_prompt
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
+    *("--enforce-eager", "--max-model-len", "6912", "--served-model-name", "demo"),
     # in bfloat16 a prompt that is found in the prefix cache rounds to another answer
     *("--dtype", "float32"),
     *("--kv-compress", "cake", "--kv-budget", "0.1", "--kv-min-prompt", "512"),
-    *("--kv-compress-config", '{"log_requests": true}', "--num-gpu-blocks-override", "65"),
+    *("--kv-compress-config", '{"log_requests": true}', "--kv-allow-override", "off"),
+    # the pool holds a quarter of the longest prompt, beside its null block
+    *("--kv-max-whole", "1664", "--kv-piece", "512", "--num-gpu-blocks-override", "14"),
 ]
+POOL = 13 * 128
 NO_EOS = {"ignore_eos": True}
 
 
@@ -147,13 +150,41 @@ def test_the_demo_times_a_prompt_that_is_computed_in_full(server, text):
     assert first.compressed is not None
     assert first.compressed.prompt_tokens == first.prompt_tokens > 1500
     assert first.blocks == pytest.approx(first.compressed.blocks_after, abs=0.5)
-    ask(server, text, tokens=2, salt="one")
+    ask(server, text, tokens=2, salt="two")
     assert hits() > before  # what the salts of the others have kept from happening
+
+
+def test_a_prompt_four_times_the_pool_is_answered(server, client, text, demo_model):
+    """Packed piece by piece, whatever an ordinary client sends it by; `off` is refused."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    ids = tokenizer.encode(text * 6)[: 4 * POOL + 20]
+    before = server.metric("vllm:kv_compress_packed_pieces_total")
+    done = len(server.compressed())
+    options = dict(model="demo", prompt=ids, max_tokens=8, temperature=0)
+    answer = client.completions.create(**options, extra_body=NO_EOS)
+    assert answer.usage.prompt_tokens == len(ids) > 4 * POOL
+    assert answer.usage.completion_tokens == 8
+    kept = server.compressed()[done]
+    assert kept.prompt_tokens == len(ids)
+    assert kept.blocks_before == -(-len(ids) // 128) > POOL // 128
+    assert kept.blocks_after <= len(ids) // 10 // 128 + 2
+    # the first boundary at which more is held than a tenth is the second, of 13, and the end
+    assert server.metric("vllm:kv_compress_packed_pieces_total") == before + 13
+    assert server.metric("vllm:num_preemptions_total") == 0
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match="it is to stand whole") as refusal:
+            client.completions.create(
+                **options, stream=stream, extra_body={"vllm_xargs": {"kv_compress": "off"}}
+            )
+        assert "blocks of the KV cache, which has 13" in str(refusal.value)
+    assert server.metric("vllm:kv_compress_refused_requests_total") == 2
 
 
 def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
     with pytest.raises(BadRequestError):
-        client.completions.create(model="demo", prompt=text * 4, max_tokens=4)
+        client.completions.create(model="demo", prompt=text * 6, max_tokens=4)
     assert client.completions.create(model="demo", prompt="Hello", max_tokens=2).choices
 
 
