@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from vllm_kvcompress.engine.compression.packer import Finished, Packer
+from vllm_kvcompress.engine.compression.packer import Finished, Opened, Packer
+from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.pipeline import Method, Observed
 from vllm_kvcompress.plan import PagePlan
 
@@ -36,8 +38,62 @@ class _Watched(Method):
         return kept
 
 
+class _Piecewise:
+    """The positions that a prompt holds which is packed piece by piece, and at last keeps.
+
+    Args:
+        repacker: whose work is watched from now on.
+        on_end: called at the prompt's end with its plan, of its whole length, the pages that each
+            layer keeps and the positions, as `_Watched.on_select` is.
+    """
+
+    def __init__(
+        self,
+        repacker: Repacker,
+        packer: Packer,
+        on_end: Callable[[PagePlan, torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        self._run, self._move, self._on_end = repacker.run, packer.move_in_place, on_end
+        # Of each layer ``[Hkv, n]``, up to the last boundary.
+        self._held: list[torch.Tensor] = []
+        self._computed = 0
+        self._due: Sequence[Due] = ()
+        repacker.run = self.run  # type: ignore[method-assign]
+        packer.move_in_place = self.move  # type: ignore[method-assign]
+
+    def run(self, due: Sequence[Due]) -> dict[str, torch.Tensor]:
+        self._due = due
+        return self._run(due)
+
+    def move(
+        self,
+        cache: Opened,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+        total: int,
+    ) -> None:
+        self._move(cache, kept, counts, targets, total)
+        todo = self._due[0].todo
+        if len(self._due) != 1 or not todo.prefill:
+            return
+        size, heads = todo.plan.block_size, kept.shape[1]
+        since = torch.arange(self._computed, todo.tokens).expand(heads, -1)
+        held = self._held or [since[:, :0]] * len(kept)
+        slots = [torch.cat([own, since], 1) for own in held]
+        ends = [int(count) * size for count in counts]
+        chosen = [row.long().cpu()[:, :end] for row, end in zip(kept, ends, strict=True)]
+        self._held = [own.gather(1, at) for own, at in zip(slots, chosen, strict=True)]
+        self._computed = todo.tokens // size * size
+        if todo.ends:
+            rows = [pad(own, (0, max(ends) - own.shape[1]), value=-1) for own in self._held]
+            plan = dataclasses.replace(todo.plan, tokens=todo.tokens)
+            self._on_end(plan, counts, torch.stack(rows))
+            self._held, self._computed = [], 0
+
+
 def record(wrapper: Any, buckets: int) -> None:
-    """From now on, note what this worker packs.
+    """From now on, note what this worker packs: whole prompts, and one at a time in pieces.
 
     Args:
         wrapper: vLLM's wrapper of the worker.
@@ -60,6 +116,11 @@ def record(wrapper: Any, buckets: int) -> None:
         return pack(dataclasses.replace(finished, method=_Watched(**own, on_select=on_select)))
 
     packer.pack = packing  # type: ignore[method-assign]
+
+    def on_end(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
+        records.append(_counted(plan, pages, kept, buckets))
+
+    _Piecewise(compressor.repacker, packer, on_end)
 
 
 def recorded(wrapper: Any) -> list[dict[str, Any]]:
