@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 import time
 
 import httpx
@@ -19,14 +20,16 @@ from vllm_kvcompress.overrides import settings_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+BLOCKS = 128
 COMMON = [
     *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
     *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
     *("--kv-compress", "cake", "--kv-budget", "0.2", "--kv-min-prompt", "512"),
     *("--kv-allow-override", "off,snapkv,cake", "--kv-budget-bounds", "0.1:0.5,128:1024"),
-    *("--kv-compress-config", '{"log_requests": true}', "--num-gpu-blocks-override", "129"),
+    *("--kv-compress-config", '{"log_requests": true}', "--kv-decode-budget", "512"),
     *("--kv-alias", "demo@half=snapkv:0.5", "--kv-alias", "demo@256=cake:256"),
     *("--kv-alias", "demo@full=off", "--kv-alias", "demo@more=cake:0.8", "--kv-usage"),
+    *("--num-gpu-blocks-override", str(1 + BLOCKS)),
 ]
 ALIASES = {"demo@half": 0.5, "demo@256": 256, "demo@full": None, "demo@more": 0.8}
 
@@ -248,17 +251,58 @@ def test_several_choices_of_one_request_ask_alike(server, client, text):
         assert line.kept_tokens == pytest.approx(0.4 * line.prompt_tokens, abs=128)
 
 
+def test_a_long_answer_is_bounded_while_it_grows_and_ends(server, client):
+    """2 blocks of 128 tokens, one until it is packed again and one more; 8 without a budget."""
+    names = [f"vllm:kv_compress_{x}_total" for x in ("repacked_answers", "freed_answer_blocks")]
+    before = {name: server.metric(name) for name in names}
+    stream = client.completions.create(
+        model="demo", prompt="Hello", max_tokens=1024, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "vllm_xargs": {"kv_decode_budget": 256}},
+    )  # fmt: skip
+    held, reasons, usage = [], [], None
+    for index, event in enumerate(stream):
+        usage = event.usage or usage
+        reasons += [choice.finish_reason for choice in event.choices if choice.finish_reason]
+        if index % 32 == 31:  # the first may still find an earlier request's gauge
+            held.append(round(server.metric("vllm:kv_cache_usage_perc") * BLOCKS))
+    assert (reasons, usage.completion_tokens) == (["length"], 1024)
+    assert max(held) <= 2 + 1 + 1, held
+    times, blocks = (server.metric(name) - count for name, count in before.items())
+    assert times >= 4
+    assert blocks >= times - 1  # the first time may give back none
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (1024, "kv_decode_budget must be at most 512 on this server, got 1024"),
+        (True, "kv_decode_budget must be a whole number of at least 2 tokens per layer, got 1"),
+        ("256", "must be a whole number of at least 2 tokens per layer, got '256'"),
+        (4, "decode_budget=4 tokens per layer cannot hold the window of 8 and a token more"),
+    ],
+)
+def test_the_openai_client_hears_why_a_decode_budget_is_refused(client, asked, sentence):
+    with pytest.raises(BadRequestError, match=re.escape(sentence)) as refusal:
+        client.completions.create(
+            model="demo", prompt="Hello", max_tokens=4,
+            extra_body={"vllm_xargs": {"kv_decode_budget": asked}},
+        )  # fmt: skip
+    assert refusal.value.status_code == 400
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=4,
 )
-KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_budgett", "x"])
+KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_decode_budget", "kv_budgett", "x"])
 ASKED = st.dictionaries(KEYS, JSON, min_size=1, max_size=3) | st.fixed_dictionaries(
     {},
     optional={
         "kv_compress": st.sampled_from(["off", "cake", "snapkv", "h2o", "custom", "CAKE", ""]),
         "kv_budget": st.floats(0, 1.2) | st.integers(-1, 2000) | st.sampled_from(["0.2", "1024"]),
+        "kv_decode_budget": st.integers(-1, 600) | st.sampled_from([256.0, 256.5, "256"]),
     },
 )
 
@@ -266,8 +310,9 @@ ASKED = st.dictionaries(KEYS, JSON, min_size=1, max_size=3) | st.fixed_dictionar
 def refused(xargs):
     """Whether the policy of COMMON refuses what arrives as it was sent."""
     policy = {"allow_override": "off,snapkv,cake", "budget_bounds": "0.1:0.5,128:1024"}
+    policy |= {"compress": "cake", "decode_budget": 512}
     try:
-        settings_for(CompressionConfig.parse({"compress": "cake", **policy}), xargs)
+        settings_for(CompressionConfig.parse(policy), xargs)
     except OverrideError:
         return True
     # vLLM's own rule for integers of extra arguments
