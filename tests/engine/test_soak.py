@@ -1,9 +1,9 @@
 """Seeded random requests in a pool that is too small: nothing lost, nothing leaked.
 
-Requests choose their own methods and budgets, are given up, preempted and computed again; each
-answer is the same request's where there is room for all, so nobody sees another's tokens. What was
-preempted, and a tenth of the others, is asked again alone, the rest a few at a time: in a roomy
-engine company changes nothing (test_invariance, test_methods, test_overrides).
+Requests choose their own methods and budgets, of answers too, are given up, preempted and computed
+again; each answer is the same request's where there is room for all, so nobody sees another's
+tokens. What was preempted, and a tenth of the others, is asked again alone, the rest a few at a
+time: in a roomy engine company changes nothing (test_invariance, test_methods, test_overrides).
 """
 
 import gc
@@ -18,6 +18,7 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, Engine, engine, settings
+from test_metrics import samples
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.plan import page_plan
@@ -34,6 +35,7 @@ class Load:
         chunk: tokens a step may compute.
         talkative: share of the requests that want a long answer.
         choosy: whether requests choose their method and budget.
+        bounded: whether answers are, and requests choose how much.
         options: of the engine.
     """
 
@@ -43,7 +45,13 @@ class Load:
     chunk: int = 512
     talkative: float = 0.4
     choosy: bool = False
+    bounded: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def asks(self) -> list[dict[str, Any] | None]:
+        """What requests may ask for."""
+        return ASKS_BOUNDED if self.bounded else ASKS if self.choosy else [None]
 
 
 @dataclass(slots=True)
@@ -70,17 +78,29 @@ ASKS: list[dict[str, Any] | None] = [
     {"kv_compress": "d2o", "kv_budget": 0.4},
     {"kv_compress": "streamingllm", "kv_budget": 0.2},
 ]
+ASKS_BOUNDED: list[dict[str, Any] | None] = [
+    None,
+    {"kv_compress": "off"},
+    {"kv_decode_budget": 40},
+    {"kv_compress": "snapkv", "kv_budget": 200},
+    {"kv_compress": "streamingllm", "kv_decode_budget": 64},
+]
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 LOADS = {
     "plain": Load(count=1000, longest=4000, pool=130, talkative=0.2, choosy=True),
-    "async": Load(**SMALL, options={"async_scheduling": True}),
+    "bounded": Load(count=80, longest=500, pool=24, talkative=0.8, bounded=True),
+    "async": Load(**SMALL, bounded=True, options={"async_scheduling": True}),
     "priority": Load(**SMALL, options={"scheduling_policy": "priority"}),
 }
 if V2:
     LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
 
 LAYERS, TOGETHER = 2, 24
-CONFIG = CompressionConfig.parse(settings("cake", 0.3, allow_override="all")["kvcompress"])
+FREE = settings("cake", 0.3, allow_override="all")
+# in tokens: a prompt that is computed again with its answer keeps what it was granted
+BOUNDED = settings(
+    "cake", 120, allow_override="off,snapkv,streamingllm", decode_budget=96, decode_interval=32
+)
 
 
 def resources() -> tuple[int, int, int]:
@@ -104,13 +124,13 @@ def requests(load: Load, seed: int):
             wait=rng.randint(0, 1),
             abort=rng.randint(1, 12) if rng.random() < 0.15 else None,
             priority=rng.randint(0, 3),
-            asks=rng.choice(ASKS) if load.choosy else None,
+            asks=rng.choice(load.asks),
         )
 
 
-def is_compressed(request: Request) -> bool:
+def is_compressed(request: Request, config: CompressionConfig) -> bool:
     """Whether this request's prompt is to be compressed, from what it says alone."""
-    own = settings_for(CONFIG, request.asks)
+    own = settings_for(config, request.asks)
     if own is None or len(request.prompt) < own.min_prompt or request.new < 2:
         return False
     return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK) is not None
@@ -149,8 +169,10 @@ def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], se
 @pytest.mark.parametrize("name", LOADS)
 def test_soak(name, checkpoints_folder, keep_async_scheduling):
     model, load = make("llama-two-layers", checkpoints_folder), LOADS[name]
+    chosen = BOUNDED if load.bounded else FREE
+    config = CompressionConfig.parse(chosen["kvcompress"])
     options = dict(
-        additional_config={"kvcompress": CONFIG.to_additional_config()},
+        additional_config=chosen,
         max_model_len=load.pool * BLOCK,
         max_num_seqs=96,
     )
@@ -168,12 +190,14 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         left = [
             *(manager.planner._settled, manager._packed, manager._cacheable, manager._planned),
             *(manager._observe, compressor._prefills, compressor.pool._slots),
+            *(manager._grow, manager._repacks, manager.planner.growing, compressor._due),
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
         ]
         assert not any(left), left
         gc.collect()
         assert not manager.planner.admissions._decisions
         cuts = {request_id: list(at) for request_id, at in resumed.items()}
+        again = samples()["repacked_answers_total",]
         # vLLM itself grows until everything was used once; from then on nothing may
         for _ in range(2):
             before = resources()
@@ -183,32 +207,38 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     expected = {str(i) for i in range(load.count)} - aborted
     assert aborted
     assert expected <= done.keys()
-    meant = {str(i) for i, request in enumerate(todo) if is_compressed(request)}
+    meant = {str(i) for i, request in enumerate(todo) if is_compressed(request, config)}
     assert meant - aborted <= packed <= meant
     assert len(packed) > load.count // 10
+    assert (again > load.count) is load.bounded
     if not V2:
         assert cuts, "the pool was meant to force preemption"
     print(  # noqa: T201
         f"{load.count} requests, {len(aborted)} aborted, {len(packed)} compressed, {len(cuts)}"
-        f" preempted; then in {load.count // 4}: {files} files, {threads} threads,"
-        f" {grown / 2**20:.1f} MiB more"
+        f" preempted, answers packed {again:.0f} times; then in {load.count // 4}: {files} files,"
+        f" {threads} threads, {grown / 2**20:.1f} MiB more"
     )
     assert (files, threads) == (0, 0)
     assert grown < 16 * 2**20, "memory is lost with every request"
     with engine(model, enable_prefix_caching=False, **options) as llm:
         crowded = llm.watch_preemptions()
         asked = {request_id: todo[int(request_id)] for request_id in sorted(expected, key=int)}
-        # What is never compressed is the same whatever happens to it.
+        # What is never packed is the same whatever happens to it. An answer that is computed again
+        # is bounded as before, but its prompt stays whole however long it is with its answer.
+        packing = asked.keys() if load.bounded else meant
         asks = {
-            request_id: request.asks if request_id in meant else {"kv_compress": "off"}
+            request_id: request.asks if request_id in packing else {"kv_compress": "off"}
             for request_id, request in asked.items()
         }
-        single = (cuts.keys() & meant) | {i for i in asked if int(i) % 10 == 0}
-        for request_id in single & asked.keys():
+        left_whole = config.model_copy(update={"min_prompt": 10**6})
+        single = (cuts.keys() & packing) | {i for i in asked if int(i) % 10 == 0}
+        for request_id in sorted(single & asked.keys(), key=int):
             request, at = asked[request_id], cuts.get(request_id, [])
-            at = at if request_id in meant else []
+            at = at if request_id in packing else []
+            llm.manager.use(config if request_id in meant else left_whole)
             answer = done[request_id]
             llm.alone(request.prompt, request.new, answer, at, extra_args=asks[request_id])
+        llm.manager.use(config)
         others = [request_id for request_id in asked if request_id not in single]
         for start in range(0, len(others), TOGETHER):
             few = others[start : start + TOGETHER]
