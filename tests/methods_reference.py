@@ -132,6 +132,8 @@ WINDOW_SCORERS = {
     "streamingllm": streamingllm,
     "chunkkv": lambda *x: snapkv(*x, kernel=1),
     "cake-chunk": lambda *x: snapkv(*x, aggregate="max"),
+    "caote": caote,
+    "fastcaote": lambda *x: caote(*x, fast=True),
 }
 """Presets that judge by a window, each of (q, k, v, w)."""
 CHUNKS = {"chunkkv": 10, "cake-chunk": 20}

@@ -18,7 +18,7 @@ SCALE = DIM**-0.5
 
 
 def held(lengths, window, seed, spare=3):
-    """Rows in one cache, NaN between them; and each row's own keys and last queries."""
+    """Rows in one cache, NaN between them; and each row's own keys, values and last queries."""
     rng = np.random.RandomState(seed)
     most = max(lengths)
     used = [-(-length // BLOCK) for length in lengths]
@@ -26,38 +26,56 @@ def held(lengths, window, seed, spare=3):
     cache = torch.full((len(order), KV_HEADS, DIM, BLOCK), torch.nan)
     pages = torch.full((len(lengths), -(-most // BLOCK)), 10**6, dtype=torch.int64)
     keys = [rng.standard_normal((KV_HEADS, length, DIM)) for length in lengths]
+    values = [rng.standard_normal((KV_HEADS, length, DIM)) for length in lengths]
     query = rng.standard_normal((len(lengths), max(window, 1), HEADS, DIM))
+    stored = torch.full((len(order), KV_HEADS, BLOCK, DIM), torch.nan)
     at = 0
-    for row, (key, count) in enumerate(zip(keys, used, strict=True)):
+    for row, (key, value, count) in enumerate(zip(keys, values, used, strict=True)):
         own = torch.from_numpy(order[at : at + count].copy())
         at += count
         pages[row, :count] = own
         for slot in range(key.shape[1]):
             page = own[slot // BLOCK]
             cache[page, :, :, slot % BLOCK] = torch.from_numpy(key[:, slot]).float()
+            stored[page, :, slot % BLOCK] = torch.from_numpy(value[:, slot]).float()
     rows = Rows(
         key_pages=cache,
+        value_pages=stored,
         pages=pages,
         lengths=torch.tensor(lengths, dtype=torch.int32),
         most=most,
         scale=SCALE,
     )
-    return rows, keys, query
+    return rows, list(zip(keys, values, strict=True)), query
 
 
-def reference_scores(name, query, key, window):
+def reference_scores(name, query, key, value, window):
     """``[Hkv, P]`` of one row; a slot is what a position is to a prompt."""
     q = np.zeros((HEADS, key.shape[1], DIM))
     if window:
         q[:, -window:] = query.transpose(1, 0, 2)
     if name == "average pooling":
-        return ref.snapkv(q, key, key, window, kind="avg", kernel=5)
-    return ref.WINDOW_SCORERS[name](q, key, key, window)
+        return ref.snapkv(q, key, value, window, kind="avg", kernel=5)
+    if name in CAOTES:
+        own = SETTINGS[name]["scorer_params"]
+        return ref.caote(
+            *(q, key, value, window),
+            base=own.get("base", "snapkv"),
+            how=own.get("reduce", "mean"),
+            aggregate=own.get("aggregate", "mean"),
+        )
+    return ref.WINDOW_SCORERS[name](q, key, value, window)
 
 
+CAOTES = {
+    "caote over tova": {"base": "tova"},
+    "caote, l2": {"reduce": "l2"},
+    "caote of maxima": {"aggregate": "max"},
+}
 SETTINGS = {
     **{name: name for name in ref.WINDOW_SCORERS},
     "average pooling": {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
+    **{name: {"compress": "caote", "scorer_params": own} for name, own in CAOTES.items()},
 }
 
 
@@ -74,7 +92,7 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
     """Of layers of one request or of several: nobody's scores depend on the others."""
     method = made(name)
     window = 0 if name == "streamingllm" else 4
-    rows, keys, query = held(lengths, window, seed=len(lengths))
+    rows, tokens, query = held(lengths, window, seed=len(lengths))
     asked = torch.from_numpy(query).float() if window else None
     scores, observed = observe_rows(method, rows, asked, window, at_once=3)
     counts = [max(length // BLOCK // 2, 2) for length in lengths]
@@ -82,8 +100,8 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
         *(scores, rows, torch.tensor(counts), window, BLOCK, max(counts) + 1, method.selector)
     )
     size = ref.CHUNKS.get(name)
-    for row, (key, length, count) in enumerate(zip(keys, lengths, counts, strict=True)):
-        want = reference_scores(name, query[row], key, window)
+    for row, ((key, value), length, count) in enumerate(zip(tokens, lengths, counts, strict=True)):
+        want = reference_scores(name, query[row], key, value, window)
         past, keep = length - window, count * BLOCK - window
         torch.testing.assert_close(
             scores[row, :, :past].double(), torch.from_numpy(want), rtol=1e-4, atol=1e-6
@@ -104,8 +122,22 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_methods_that_cannot_say_why(name):
     can = {"snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv", "cake-chunk"}
+    can |= {"caote", "fastcaote"}
     method = method_of(CompressionConfig.parse({"compress": name}))
     assert bool(obstacle(method)) == (name not in can)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"compress": "caote", "base": "h2o"}, "adds up the attention"),
+        ({"compress": "caote", "scorer_params": {"aggregate": "defensive"}}, "with their mean"),
+        ({"compress": "snapkv", "scorer_params": {"value_norm": True}}, "values' norms"),
+        ({"compress": "lagkv"}, "compares the cached keys"),
+    ],
+)
+def test_parts_that_cannot_say_why(parts, reason):
+    assert reason in obstacle(method_of(CompressionConfig.parse(parts)))
 
 
 @pytest.mark.parametrize("allocator", [Uniform(), Pyramid(beta=1.5)], ids=["uniform", "pyramid"])

@@ -85,8 +85,9 @@ class PagedValues:
 
     Args:
         value_pages: ``[N, Hkv, block_size, D]``.
-        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
-        tokens: prompt length S.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order; of several layers
+            ``[layers, ceil(tokens / block_size)]``, where `Columns.lengths` says what is read.
+        tokens: prompt length S, or the longest layer's.
     """
 
     value_pages: torch.Tensor
@@ -98,7 +99,9 @@ class PagedValues:
 class Columns:
     """What a scorer may know of one layer's attention, reduced to one figure per key.
 
-    Several layers come as one with as many heads, a layer's heads side by side.
+    Several layers come as one with as many heads, a layer's heads side by side. Where they differ
+    in length, S is the longest one's. What a shorter one has no column for is 0 then, the window's
+    own columns of `maximum` are the last w all the same, and `last` has every column in its slot.
 
     Args:
         num_kv_heads: KV heads of the layer, or of all of them.
@@ -106,6 +109,7 @@ class Columns:
         device: where scores are made.
         layer: index of the layer; of several, the first one's.
         layers: how many there are.
+        lengths: ``[layers]`` int32, tokens of each layer; None where all have S.
         rows: rows of the window, w; 0 when attention was not read.
         total: ``[Hq, P]`` float32, the window's attention to the past summed over its rows; None
             when attention was not read.
@@ -125,6 +129,7 @@ class Columns:
     device: torch.device
     layer: int = 0
     layers: int = 1
+    lengths: torch.Tensor | None = None
     rows: int = 0
     total: torch.Tensor | None = None
     variance: torch.Tensor | None = None

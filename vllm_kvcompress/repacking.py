@@ -20,9 +20,10 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.growth import wrong_interval
 from vllm_kvcompress.piece_settings import wrong_piece
 from vllm_kvcompress.pipeline import Method, Observed, method_of
-from vllm_kvcompress.plan import Columns
+from vllm_kvcompress.plan import Columns, PagedValues
 from vllm_kvcompress.policies.base import Reads, Selector
 from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.policies.scorers.caote import Caote
 from vllm_kvcompress.policies.scorers.chance import Random
 
 
@@ -32,6 +33,7 @@ class Rows:
 
     Args:
         key_pages: ``[pages, Hkv, D, block_size]``, any float dtype and strides.
+        value_pages: ``[pages, Hkv, block_size, D]``, likewise.
         pages: ``[N, W]`` int64, each row's pages in order; those behind its length are not read.
         lengths: ``[N]`` int32, tokens of each row: more than the window.
         most: tokens that no row exceeds, at most ``W * block_size``.
@@ -39,6 +41,7 @@ class Rows:
     """
 
     key_pages: torch.Tensor
+    value_pages: torch.Tensor
     pages: torch.Tensor
     lengths: torch.Tensor
     most: int
@@ -111,12 +114,14 @@ def obstacle(method: Method) -> str:
     reads = method.reads
     if Reads.COLUMN_SUMS in reads:
         return "it adds up the attention of every query, which is not kept once tokens are dropped"
-    if reads & (Reads.VALUES | Reads.KEYS):
-        return "it reads the cached keys or values, which is not done once tokens are dropped"
+    if Reads.KEYS in reads:
+        return "it compares the cached keys, which is not done once tokens are dropped"
     if Reads.SCORES in reads:
         return "it shares the budget by the scores of the whole prompt"
     if Reads.POOLED in reads:
         return "it compares scores with their mean over the whole prompt"
+    if Reads.VALUES in reads and not isinstance(method.scorer, Caote):
+        return "it compares the values' norms with their sum over the whole prompt"
     if isinstance(method.scorer, Random):
         return "what it draws would depend on the answers packed beside it"
     if method.merge:
@@ -166,12 +171,19 @@ def _observe(
     maximum = None if found is None else found.maximum
     if maximum is not None:
         # Behind a shorter row's past stand its window's own, which pooling must not reach.
+        past = (rows.lengths - window)[:, None]
         column = torch.arange(rows.most, device=maximum.device)
-        own = column >= (rows.lengths - window)[:, None]
-        maximum = maximum.masked_fill(own[:, None], 0)
+        at = (past + column[:window]).long().clamp(min=0)[:, None].expand(-1, maximum.shape[1], -1)
+        own = maximum.gather(2, at)
+        maximum = maximum.masked_fill((column >= past)[:, None], 0)
+        maximum[..., rows.most - window :] = own
+    values = None
+    if Reads.VALUES in method.reads:
+        values = PagedValues(value_pages=rows.value_pages, pages=rows.pages, tokens=rows.most)
     columns = Columns(
         num_kv_heads=count * heads,
         layers=count,
+        lengths=rows.lengths,
         past=rows.most - window,
         device=rows.key_pages.device,
         rows=window if found is not None else 0,
@@ -180,6 +192,7 @@ def _observe(
         recent=_folded(found and found.recent),
         last=_folded(found and found.last),
         maximum=_folded(maximum),
+        values=values,
     )
     scores = method.scorer.score(columns).reshape(count, heads, columns.past)
     if found is None or Reads.VARIANCE not in method.allocator.reads:

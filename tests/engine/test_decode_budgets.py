@@ -19,16 +19,19 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 PROMPT, BUDGET, INTERVAL, ANSWER = 45, 64, 32, 150
 WINDOWS = {"streamingllm": 0, "tova": 1}
 once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
-METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"]
+METHODS = [
+    *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
+    *("caote", "fastcaote"),
+]
 
 
-def scores_of(method, q, k, w):
+def scores_of(method, q, k, v, w):
     """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``."""
     slots = np.zeros((q.shape[1], k.shape[1], k.shape[2]))
     if w:
         slots[:, -w:] = q.transpose(1, 0, 2)
     stats = ref.cake_stats(slots, k, w) if method in ("cake", "cake-chunk") else None
-    return ref.WINDOW_SCORERS[method](slots, k, k, w), stats
+    return ref.WINDOW_SCORERS[method](slots, k, v, w), stats
 
 
 def rounded(shares, total, low, caps):
@@ -127,13 +130,19 @@ class Replay:
             return
         self.pack(computed, cap, lengths)
 
+    def scores(self, layer: int, computed: int):
+        """What the last w queries make of what a layer holds (`scores_of`)."""
+        q, k, v = (self.parts[layer, name] for name in "qkv")
+        keys, values = (
+            np.stack([part[own, kv] for kv, own in enumerate(self.held[layer])]) for part in (k, v)
+        )
+        return scores_of(self.method, q[computed - self.w : computed], keys, values, self.w)
+
     def pack(self, computed: int, cap: int, lengths: list[int]) -> None:
         shape, w = self.shape, self.w
         found = []
         for layer in range(shape.layers):
-            q, k = self.parts[layer, "q"], self.parts[layer, "k"]
-            keys = np.stack([k[own, kv] for kv, own in enumerate(self.held[layer])])
-            found.append(scores_of(self.method, q[computed - w : computed], keys, w))
+            found.append(self.scores(layer, computed))
         if self.counts is None:
             # what the host knows of the longest layer, which depends on lengths alone
             most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK

@@ -60,7 +60,11 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "preset", ["cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"]
+    "preset",
+    [
+        *("cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"),
+        *("caote", "fastcaote"),
+    ],
 )
 def test_an_answer_that_is_packed_again(preset, monkeypatch):
     """The first time, with budgets, and every later time; with queries that the ring kept.
@@ -98,6 +102,7 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
     # of keys and of values one KV head at a time: staged, and written
     assert names.count("_move_kernel") == 2 * 2 * KV_HEADS
     assert names.count("columns_kernel") == 2 * bool(window)
+    assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
     asked = HEADS, DIM, torch.bfloat16
     with nothing_uploaded_or_read():

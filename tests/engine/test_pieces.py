@@ -4,16 +4,18 @@ The reference sees the queries, keys and values that the attention layers receiv
 prompt from its first token: where it is packed, what each layer may keep, which tokens that are.
 """
 
-import numpy as np
 import pytest
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
-from test_decode_budgets import WINDOWS, Replay, rounded, scores_of
+from test_decode_budgets import WINDOWS, Replay, rounded
 
 once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
-METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"]
+METHODS = [
+    *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
+    *("caote", "fastcaote"),
+]
 WHOLE, PIECE, WINDOW = 128, 96, 8
 
 
@@ -45,9 +47,7 @@ class Prompt(Replay):
         shape, w = self.shape, self.w
         found = []
         for layer in range(shape.layers):
-            q, k = self.parts[layer, "q"], self.parts[layer, "k"]
-            keys = np.stack([k[own, kv] for kv, own in enumerate(self.held[layer])])
-            found.append(scores_of(self.method, q[computed - w : computed], keys, w))
+            found.append(self.scores(layer, computed))
         most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
         figures = [stats for _, stats in found]
         given = shares(self.method, figures, shape.layers, most, self.budget, w, lengths)

@@ -60,9 +60,9 @@ def test_the_settings_are_part_of_vllms_hash(model):
             (
                 {"additional_config": settings(name, decode_budget=64)},
                 f"cannot bound answers by '{name}'",
-                "choose from ['cake', 'cake-chunk', 'chunkkv', 'pyramidkv', 'snapkv',",
+                "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'fastcaote', 'pyramidkv',",
             )
-            for name in ("h2o", "d2o", "dynamickv", "caote", "keydiff", "random", "defensivekv")
+            for name in ("h2o", "d2o", "dynamickv", "keydiff", "random", "defensivekv")
         ),
         (
             {"additional_config": settings("snapkv", decode_budget=64, allow_override="h2o")},

@@ -26,7 +26,7 @@ from kvcompress_kernels.select import triton as select_triton
 from kvcompress_kernels.value_norms import triton as value_norms_triton
 from kvcompress_kernels.value_norms import value_norms
 from kvcompress_kernels.value_scores import triton as value_scores_triton
-from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
 from kvcompress_kernels.window_scores import triton as window_scores_triton
 from kvcompress_kernels.window_scores import (
     window_scores,
@@ -87,6 +87,9 @@ CALLS = {
     "value_scores": lambda: [
         value_scores(WEIGHTS[0], V, TABLE, 200, fast=fast, reduce="l2") for fast in (False, True)
     ],
+    "value_scores_of_rows": lambda: value_scores_of_rows(
+        WEIGHTS, V, TABLES, 200, lengths=COUNTS, fast=False, reduce="mean"
+    ),
     "value_norms": lambda: value_norms(V, TABLE, 200),
     "key_cosines": lambda: key_cosines(K, TABLE, 200),
     "lag_scores": lambda: lag_scores(K, V, TABLE, 200, sinks=4, lag=30),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress_kernels.value_scores import reference as value_scores_ref
-from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
 from paging import Largest, paged_values
 
 pytestmark = pytest.mark.gpu
@@ -208,6 +208,32 @@ def test_tiles_do_not_matter(fast, size, monkeypatch):
     compare(h, v, fast=fast)
 
 
+@pytest.mark.parametrize(
+    "lengths", [[9, 37, 1, 64], [1030, 3, 1024, 1025]], ids=["short", "of two splits"]
+)
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("reduce", ["mean", "l2"])
+def test_rows_of_other_lengths_get_what_they_get_alone(lengths, fast, reduce):
+    """Bit for bit; 0 where a row has no token, and nothing behind its length is read."""
+    most, block = max(lengths) + 5, 16
+    made = [random(6, 2, length, 8, seed=i) for i, length in enumerate(lengths)]
+    made[0][0][:, 5] = 0.99  # one that is scored without the others
+    alone = [paged_values(v, block, seed=i) for i, (_, v) in enumerate(made)]
+    cache = torch.cat([view for view, _ in alone])
+    weights = torch.full((len(lengths), 6, most), torch.nan)
+    pages = torch.full((len(lengths), -(-most // block)), len(cache) + 1000)
+    first = 0
+    for i, ((h, _), (view, own)) in enumerate(zip(made, alone, strict=True)):
+        weights[i, :, : lengths[i]], pages[i, : len(own)] = h, own + first
+        first += len(view)
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    how = {"fast": fast, "reduce": reduce}
+    together = value_scores_of_rows(weights, cache, pages, most, lengths=counts, **how)
+    for i, ((h, _), where, length) in enumerate(zip(made, alone, lengths, strict=True)):
+        assert torch.equal(together[i, :, :length], value_scores(h, *where, length, **how))
+        assert not together[i, :, length:].any()
+
+
 def test_kv_heads_keep_to_themselves():
     """Values of another KV head, weights of another group: no influence, to the bit."""
     h, v = random(6, 3, 30, 8)
@@ -277,7 +303,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": torch.zeros(40)}, "values to unpack"),
+        ({"weights": torch.zeros(40)}, r"weights must be \[Hq, 40\]; got \(40,\)"),
         ({"weights": torch.zeros(4, 39)}, r"weights must be \[Hq, 40\]; got \(4, 39\)"),
         ({"weights": torch.zeros(3, 40)}, "Hq must be a multiple of Hkv=2; got 3"),
         ({"weights": torch.zeros(0, 40)}, "Hq must be a multiple of Hkv=2; got 0"),
@@ -295,3 +321,21 @@ def test_shapes_are_checked(change, message):
     value_scores(**GOOD)
     with pytest.raises(ValueError, match=message):
         value_scores(**GOOD | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": torch.zeros(4, 40)}, r"weights must be \[N, Hq, tokens\]; got \(4, 40\)"),
+        ({"weights": torch.zeros(0, 4, 40)}, "there must be a row; got 0"),
+        ({"weights": torch.zeros(2, 4, 39)}, r"weights must be \[N, Hq, 40\]"),
+        ({"pages": GOOD["pages"][None]}, r"pages must be \[2, 3\]; got \(1, 3\)"),
+        ({"lengths": torch.zeros(2)}, r"lengths must be \[2\] int32"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must be \[2\] int32"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_rows_are_checked(change, message):
+    rows = {"weights": torch.zeros(2, 4, 40), "pages": GOOD["pages"].expand(2, 3)}
+    with pytest.raises(ValueError, match=message):
+        value_scores_of_rows(**GOOD | rows | change)

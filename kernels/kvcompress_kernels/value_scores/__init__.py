@@ -40,21 +40,65 @@ def value_scores(
         ValueError: shapes disagree, `weights` is not float32, or `reduce` is unknown.
     """
     name = "value_scores"
+    require(value_pages.dim() == 4, name, "value_pages must be [N, Hkv, bs, D]", value_pages.shape)
+    require(tokens > 0, name, "tokens must be positive", tokens)
+    right = weights.dim() == 2 and weights.shape[1] == tokens
+    require(right, name, f"weights must be [Hq, {tokens}]", tuple(weights.shape))
+    check_pages(name, pages, tokens, value_pages.shape[2])
+    return value_scores_of_rows(
+        weights[None], value_pages, pages[None], tokens, fast=fast, reduce=reduce
+    )[0]
+
+
+def value_scores_of_rows(
+    weights: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    *,
+    lengths: torch.Tensor | None = None,
+    fast: bool,
+    reduce: str,
+) -> torch.Tensor:
+    """`value_scores` of N rows at once, layers of one request or of several.
+
+    Rows may differ in length, and the host need not know how long they are. Each gets what it gets
+    alone; behind its last token it scores 0.
+
+    Args:
+        weights: ``[N, Hq, tokens]``; what lies behind a row's length is not read.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order; likewise.
+        tokens: the length of every row, or where there are `lengths` one that none exceeds.
+        lengths: ``[N]`` int32: 0 < length <= tokens (unchecked: checking would sync).
+
+    Returns:
+        ``[N, Hkv, tokens]`` float32.
+
+    Raises:
+        ValueError: as `value_scores`, or there is no row.
+    """
+    name = "value_scores"
     require(reduce in ("mean", "l2"), name, "reduce must be 'mean' or 'l2'", repr(reduce))
     require(value_pages.dim() == 4, name, "value_pages must be [N, Hkv, bs, D]", value_pages.shape)
     check_floats(name, "value_pages", value_pages)
-    _, kv_heads, block, _ = value_pages.shape
+    kv_heads, block = value_pages.shape[1:3]
     require(tokens > 0, name, "tokens must be positive", tokens)
-    heads, columns = weights.shape
-    require(columns == tokens, name, f"weights must be [Hq, {tokens}]", tuple(weights.shape))
+    require(weights.dim() == 3, name, "weights must be [N, Hq, tokens]", tuple(weights.shape))
+    rows, heads, columns = weights.shape
+    require(rows > 0, name, "there must be a row", rows)
+    require(columns == tokens, name, f"weights must be [N, Hq, {tokens}]", tuple(weights.shape))
     require(weights.dtype == torch.float32, name, "weights must be float32", weights.dtype)
     require(
         heads > 0 and heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads
     )
-    check_pages(name, pages, tokens, block)
+    check_pages(name, pages, tokens, block, rows)
+    if lengths is not None:
+        right = lengths.shape == (rows,) and lengths.dtype == torch.int32
+        got = tuple(lengths.shape), lengths.dtype
+        require(right, name, f"lengths must be [{rows}] int32", got)
     if contract.triton_takes(weights):
-        from kvcompress_kernels.value_scores.triton import run
+        from kvcompress_kernels.value_scores.triton import run_rows
     else:
-        from kvcompress_kernels.value_scores.reference import run
+        from kvcompress_kernels.value_scores.reference import run_rows
 
-    return run(weights, value_pages, pages, tokens, fast, reduce)
+    return run_rows(weights, value_pages, pages, tokens, lengths, fast, reduce)

@@ -7,6 +7,7 @@ others have is added up. Below that all tokens go one way, so that equal ones ti
 """
 
 import torch
+from torch.nn.functional import pad
 
 DIFFERENCES = 8 << 20
 """Bytes of o - v_j for one tile of tokens."""
@@ -57,3 +58,23 @@ def run(
             change.mean(1) if reduce == "mean" else torch.linalg.vector_norm(change, dim=1)
         )
     return scores
+
+
+def run_rows(
+    weights: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    lengths: torch.Tensor | None,
+    fast: bool,
+    reduce: str,
+) -> torch.Tensor:
+    """Row by row; what a shorter row has no token for is 0."""
+    block = value_pages.shape[2]
+    every = [tokens] * len(weights) if lengths is None else lengths.tolist()
+    scores = []
+    for own, row, length in zip(weights, pages, every, strict=True):
+        used = row[: -(-length // block)]
+        found = run(own[:, :length].contiguous(), value_pages, used, length, fast, reduce)
+        scores.append(pad(found, (0, tokens - length)))
+    return torch.stack(scores)

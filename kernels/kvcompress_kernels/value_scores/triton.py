@@ -1,7 +1,4 @@
-"""Launches the passes of `value_scores`, for a layer of a prompt.
-
-The kernels take rows of prompts; a row is launched alone.
-"""
+"""Launches the passes of `value_scores`, for several rows at once."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -59,38 +56,43 @@ class _Shape:
         return dict(GROUP=self.group, DIM=self.dim, BLOCK=known, FAST=self.fast)
 
 
-def run(
+def run_rows(
     weights: torch.Tensor,
     value_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
+    lengths: torch.Tensor | None,
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
+    """Four launches, whatever the number of rows."""
     check_cache("value_scores", value_pages)
-    heads, width = weights.shape
+    rows, heads, width = weights.shape
     _, kv_heads, block, dim = value_pages.shape
     sm = architecture(weights.device)
     shape = _Shape(heads // kv_heads, dim, block, fast, value_pages.element_size(), sm)
     splits = triton.cdiv(width, SPLIT)
-    sums = weights.new_empty(kv_heads if fast else heads, splits, dim)
-    rests = weights.new_empty(heads, splits)
+    sums = weights.new_empty(rows, kv_heads if fast else heads, splits, dim)
+    rests = weights.new_empty(rows, heads, splits)
     heaviest = torch.empty_like(rests, dtype=torch.int32)
-    outputs = weights.new_empty(heads, dim)
-    alone_score = weights.new_empty(heads)
+    outputs = weights.new_empty(rows, heads, dim)
+    alone_score = weights.new_empty(rows, heads)
     alone = torch.empty_like(alone_score, dtype=torch.int32)
-    scores = weights.new_empty(kv_heads, width)
-    weights = weights.contiguous()
-    # filled on the device: copying from the host would wait for it
-    count = torch.full((1,), tokens, dtype=torch.int32, device=pages.device)
+    scores = weights.new_empty(rows, kv_heads, width)
+    weights, pages = weights.contiguous(), pages.contiguous()
+    if lengths is None:
+        # filled on the device: copying from the host would wait for it
+        count = torch.full((rows,), tokens, dtype=torch.int32, device=pages.device)
+    else:
+        count = lengths.contiguous()
     inputs = weights, value_pages, pages, count
-    sizes = block, width, len(pages), *value_pages.stride()
-    heaviest_kernel[splits, heads, 1](weights, count, heaviest, rests, width, SPLIT)
-    sum_kernel[splits, kv_heads, 1](*inputs, heaviest, sums, *sizes, **shape.sums())
+    sizes = block, width, pages.shape[1], *value_pages.stride()
+    heaviest_kernel[splits, heads, rows](weights, count, heaviest, rests, width, SPLIT)
+    sum_kernel[splits, kv_heads, rows](*inputs, heaviest, sums, *sizes, **shape.sums())
     joined = outputs, alone, alone_score
-    join_kernel[heads, 1](*inputs, heaviest, rests, sums, *joined, *sizes, **shape.join())
+    join_kernel[heads, rows](*inputs, heaviest, rests, sums, *joined, *sizes, **shape.join())
     config = dict(shape.scores(), L2=reduce == "l2")
-    grid = triton.cdiv(width, config["TILE"]), kv_heads, 1
+    grid = triton.cdiv(width, config["TILE"]), kv_heads, rows
     score_kernel[grid](*inputs, *joined, scores, *sizes, **config)
     return scores
 

@@ -125,6 +125,7 @@ class Repacker:
         cache = self._packer.opened(tables.flatten(0, 1))
         rows = Rows(
             key_pages=cache.keys,
+            value_pages=cache.values,
             pages=cache.pages,
             lengths=lengths.flatten(),
             most=tables.shape[2] * size,

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from kvcompress_kernels.value_scores import value_scores
+from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.plan import Columns
 from vllm_kvcompress.policies.base import Reads
@@ -77,7 +77,10 @@ class Caote:
         return aggregates.unused(self.aggregate)
 
     def weights(self, columns: Columns) -> torch.Tensor:
-        """``[Hq, S]`` float32 weights of the base scorer, each row of sum 1."""
+        """``[Hq, S]`` float32 weights of the base scorer, each row of sum 1.
+
+        Every column in its slot, also where layers differ in length.
+        """
         if self.base == "tova" and columns.last is not None:
             return columns.last
         if self.base == "h2o" and columns.sums is not None:
@@ -90,6 +93,8 @@ class Caote:
             if columns.maximum is not None and self.aggregate != "mean":
                 recent = columns.maximum[:, columns.past :]
             every = torch.cat([past, recent], dim=-1)
+            if columns.lengths is not None:
+                every = _in_slots(every, columns, columns.lengths)
             return every.div_(every.sum(-1, keepdim=True))
         raise ValueError(f"caote over {self.base} needs the attention that {self.base} reads")
 
@@ -97,15 +102,31 @@ class Caote:
         """``[Hkv, P]`` float32."""
         if columns.values is None:
             raise ValueError("caote needs the cached values; got none")
-        scores = value_scores(
-            self.weights(columns),
-            columns.values.value_pages,
-            columns.values.pages,
-            columns.values.tokens,
-            fast=self.fast,
-            reduce=self.reduce,
-        )
+        weights = self.weights(columns)
+        where = columns.values.value_pages, columns.values.pages, columns.values.tokens
+        if columns.lengths is None:
+            scores = value_scores(weights, *where, fast=self.fast, reduce=self.reduce)
+        else:
+            scores = value_scores_of_rows(
+                *(weights.view(columns.layers, -1, weights.shape[1]), *where),
+                lengths=columns.lengths,
+                fast=self.fast,
+                reduce=self.reduce,
+            ).flatten(0, 1)
         return scores[:, : columns.past]
+
+
+def _in_slots(every: torch.Tensor, columns: Columns, lengths: torch.Tensor) -> torch.Tensor:
+    """``[Hq, S]`` of a past and a window behind it: the window moved to where each layer ends.
+
+    What pooling spread behind a shorter layer's past falls away.
+    """
+    slot = torch.arange(every.shape[1], device=every.device)
+    inside = slot - (lengths - columns.rows)[:, None]  # [layers, S], in the window from 0 on
+    column = torch.where(inside < 0, slot, columns.past + inside).clamp(max=len(slot) - 1)
+    own = every.view(columns.layers, -1, len(slot))
+    placed = own.gather(2, column[:, None].expand_as(own))
+    return placed.masked_fill_((inside >= columns.rows)[:, None], 0).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
