@@ -94,6 +94,12 @@ def test_an_interval_between_two_blocks():
         compressed_specs({"a": full()}, settings)
 
 
+def test_a_piece_between_two_blocks():
+    settings = CompressionConfig.parse({"compress": "cake", "max_whole": 1024, "piece": 48})
+    with pytest.raises(ConfigError, match="has 32 tokens here, got 48; set it to 32"):
+        compressed_specs({"a": full()}, settings)
+
+
 def test_a_model_without_a_cache():
     with pytest.raises(ConfigError, match="needs a model with a KV cache"):
         compressed_specs({}, CAKE)

@@ -77,6 +77,19 @@ def test_the_settings_are_part_of_vllms_hash(model):
             "must be a multiple of the KV block, which has 32 tokens here, got 130",
             "set it to 128",
         ),
+        *(
+            (
+                {"additional_config": settings(name, max_whole=512)},
+                f"cannot pack prompts by '{name}'",
+                "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'fastcaote', 'pyramidkv',",
+            )
+            for name in ("h2o", "d2o", "dynamickv", "keydiff", "random", "defensivekv")
+        ),
+        (
+            {"additional_config": settings(max_whole=512, piece=130), "block_size": 32},
+            "must be a multiple of the KV block, which has 32 tokens here, got 130",
+            "set it to 128",
+        ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
