@@ -64,7 +64,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
         watch = Stopwatch(gpu)
         with watch.running():
             pass
-        reports.add(todo(name), torch.tensor([2, 1]), watch)
+        reports.add(todo(name), 100, torch.tensor([2, 1]), watch)
     assert Event.made == 8
     assert reports.take() == []
     Event.reached = 3  # a's packing, not yet its copy
@@ -82,7 +82,7 @@ def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
     for _ in range(3):
         with watch.running():
             sum(range(1000))
-    reports.add(todo("r", 101), torch.tensor([3, 0]), watch)
+    reports.add(todo("r", 101), 101, torch.tensor([3, 0]), watch)
     (done,) = reports.take()
     assert (done.method, done.tokens, done.layer_tokens) == ("cake", 101, (53, 5))
     assert done.kept == 29
