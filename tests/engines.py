@@ -165,7 +165,7 @@ class Engine:
         """From now on: what `look` makes of each prompt that is about to be packed, in order.
 
         Args:
-            look: takes the packer's `Finished`.
+            look: takes the packer's `Finished`, or the `Due` of a prompt's end in pieces.
             after: called with it and the pages that each layer keeps, once it is packed.
         """
         seen: list[Any] = []
@@ -178,7 +178,14 @@ class Engine:
             after(finished, pages)
             return pages
 
-        packer.pack = packing
+        repacker = self.compressor.repacker
+        run = repacker.run
+
+        def running(due: Any) -> Any:
+            seen.extend(look(each) for each in due if each.todo.ends)
+            return run(due)
+
+        packer.pack, repacker.run = packing, running
         return seen
 
     def watch_preemptions(self) -> dict[str, list[int]]:

@@ -81,9 +81,9 @@ ASKS: list[dict[str, Any] | None] = [
 ASKS_BOUNDED: list[dict[str, Any] | None] = [
     None,
     {"kv_compress": "off"},
-    {"kv_decode_budget": 40},
-    {"kv_compress": "snapkv", "kv_budget": 200},
-    {"kv_compress": "streamingllm", "kv_decode_budget": 64},
+    {"kv_budget": 40, "kv_decode_budget": 40},
+    {"kv_compress": "snapkv"},
+    {"kv_compress": "streamingllm", "kv_budget": 64, "kv_decode_budget": 64},
 ]
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 LOADS = {
@@ -97,9 +97,16 @@ if V2:
 
 LAYERS, TOGETHER = 2, 24
 FREE = settings("cake", 0.3, allow_override="all")
-# in tokens: a prompt that is computed again with its answer keeps what it was granted
+# In tokens, and the same of a prompt and of an answer: what is computed again keeps what it was
+# granted, and a long answer to a short prompt what it held. Many prompts are longer than a piece.
 BOUNDED = settings(
-    "cake", 120, allow_override="off,snapkv,streamingllm", decode_budget=96, decode_interval=32
+    "cake",
+    96,
+    allow_override="off,snapkv,streamingllm",
+    decode_budget=96,
+    decode_interval=32,
+    max_whole=224,
+    piece=128,
 )
 
 
@@ -190,14 +197,22 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         left = [
             *(manager.planner._settled, manager._packed, manager._cacheable, manager._planned),
             *(manager._observe, compressor._prefills, compressor.pool._slots),
-            *(manager._grow, manager._repacks, manager.planner.growing, compressor._due),
+            *(
+                manager.planner._in_pieces,
+                manager._grow,
+                manager._repacks,
+                manager.planner.growing,
+                compressor._due,
+            ),
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
         ]
         assert not any(left), left
         gc.collect()
         assert not manager.planner.admissions._decisions
         cuts = {request_id: list(at) for request_id, at in resumed.items()}
-        again = samples()["repacked_answers_total",]
+        again, pieces = (
+            samples()[f"{what}_total",] for what in ("repacked_answers", "packed_pieces")
+        )
         # vLLM itself grows until everything was used once; from then on nothing may
         for _ in range(2):
             before = resources()
@@ -211,6 +226,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     assert meant - aborted <= packed <= meant
     assert len(packed) > load.count // 10
     assert (again > load.count) is load.bounded
+    assert (pieces > load.count // 2) is load.bounded
     if not V2:
         assert cuts, "the pool was meant to force preemption"
     print(  # noqa: T201
@@ -224,13 +240,14 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         crowded = llm.watch_preemptions()
         asked = {request_id: todo[int(request_id)] for request_id in sorted(expected, key=int)}
         # What is never packed is the same whatever happens to it. An answer that is computed again
-        # is bounded as before, but its prompt stays whole however long it is with its answer.
+        # is bounded as before, but its prompt stays whole unless both are longer than may be.
         packing = asked.keys() if load.bounded else meant
         asks = {
             request_id: request.asks if request_id in packing else {"kv_compress": "off"}
             for request_id, request in asked.items()
         }
-        left_whole = config.model_copy(update={"min_prompt": 10**6})
+        whole = {"min_prompt": config.max_whole or 10**6}
+        left_whole = CompressionConfig.parse({**config.to_additional_config(), **whole})
         single = (cuts.keys() & packing) | {i for i in asked if int(i) % 10 == 0}
         for request_id in sorted(single & asked.keys(), key=int):
             request, at = asked[request_id], cuts.get(request_id, [])
