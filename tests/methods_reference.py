@@ -319,17 +319,20 @@ def heavy_recent(row, n):
 # -- D2O merge -------------------------------------------------------------------------------------
 
 
-def merge(k, v, kept, values_only=False):
+def merge(k, v, kept, values_only=False, threshold=None):
     """One KV head: k and v ``[S, d]``, `kept` a sorted list."""
     evicted = [i for i in range(len(k)) if i not in set(kept)]
     unit = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
     new_k, new_v = k[kept].copy(), v[kept].copy()
     if not evicted:
-        return new_k, new_v
+        return (new_k, new_v) if threshold is None else (new_k, new_v, threshold)
     cos = unit[evicted] @ unit[kept].T
     near, u = cos.argmax(1), cos.max(1)
+    tau = u.mean()
+    if threshold is not None and not math.isnan(threshold):
+        tau = 0.7 * u.mean() + 0.3 * threshold
     for at, j in enumerate(kept):
-        into = [e for e in range(len(evicted)) if near[e] == at and u[e] >= u.mean()]
+        into = [e for e in range(len(evicted)) if near[e] == at and u[e] >= tau]
         if into:
             weight = np.exp(u[into])
             z = math.e + weight.sum()
@@ -337,4 +340,6 @@ def merge(k, v, kept, values_only=False):
             if not values_only:
                 new_k[at] = (math.e * k[j] + weight @ k[members]) / z
             new_v[at] = (math.e * v[j] + weight @ v[members]) / z
+    if threshold is not None:
+        return new_k, new_v, tau
     return new_k, new_v

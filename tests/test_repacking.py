@@ -11,7 +11,7 @@ from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.allocators.pyramid import Pyramid
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.presets import PRESETS
-from vllm_kvcompress.repacking import Rows, kept_slots, observe_rows, obstacle
+from vllm_kvcompress.repacking import Rows, attention_paid, kept_slots, observe_rows, obstacle
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 SCALE = DIM**-0.5
@@ -119,10 +119,50 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
             assert observed[row].shift.item() == pytest.approx(shift, rel=1e-4)
 
 
+def paid_by(query, key):
+    """``[Hkv, S]``: what the last queries ``[r, Hq, D]`` paid the keys ``[Hkv, S, D]``."""
+    q = np.zeros((HEADS, key.shape[1], DIM))
+    q[:, -len(query) :] = query.transpose(1, 0, 2)
+    rows = ref.attention(q, key, range(key.shape[1] - len(query), key.shape[1]))
+    return rows.sum(1).reshape(KV_HEADS, -1, key.shape[1]).mean(1)
+
+
+@pytest.mark.parametrize("latest", [1, 7, 15])
+def test_attention_that_the_latest_queries_paid(latest, monkeypatch):
+    """However many are added up together, each sees the slots up to its own."""
+    lengths = [40, latest + 1, 29]
+    rows, tokens, query = held(lengths, latest, seed=latest)
+    asked = torch.from_numpy(query).float()
+    for together in (128, 4):
+        monkeypatch.setattr("vllm_kvcompress.repacking.LATEST", together)
+        paid = attention_paid(rows, asked, at_once=2)
+        for row, ((key, _), length) in enumerate(zip(tokens, lengths, strict=True)):
+            want = torch.from_numpy(paid_by(query[row], key))
+            torch.testing.assert_close(paid[row, :, :length].double(), want, rtol=1e-5, atol=1e-6)
+            assert not paid[row, :, length:].any()
+
+
+def test_rows_are_ranked_and_compared_by_the_sums_that_they_have():
+    """H2O's scores and D2O's variances, of the slots that a row has: what lies behind is left."""
+    lengths, rng = [40, 22, 31], np.random.RandomState(3)
+    rows, _, _ = held(lengths, 0, seed=3)
+    sums = rng.uniform(0, 9, (3, KV_HEADS, 40)).astype("float32")
+    given = torch.from_numpy(sums.copy())
+    for row, length in enumerate(lengths):
+        given[row, :, length:] = 1e9
+    window, method = 2, method_of(CompressionConfig.parse({"compress": "d2o"}))
+    scores, observed = observe_rows(method, rows, None, window, at_once=2, sums=given)
+    for row, length in enumerate(lengths):
+        own = sums[row, :, :length]
+        assert scores[row, :, : length - window].numpy() == pytest.approx(own[:, :-window])
+        want = own.astype("float64").var(-1, ddof=1)
+        assert observed[row].column_variance.numpy() == pytest.approx(want, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_methods_that_cannot_say_why(name):
     can = {"snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv", "cake-chunk"}
-    can |= {"caote", "fastcaote"}
+    can |= {"caote", "fastcaote", "h2o", "d2o"}
     method = method_of(CompressionConfig.parse({"compress": name}))
     assert bool(obstacle(method)) == (name not in can)
 
@@ -130,7 +170,9 @@ def test_methods_that_cannot_say_why(name):
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"compress": "caote", "base": "h2o"}, "adds up the attention"),
+        ({"compress": "caote", "base": "h2o"}, "the sums of every query head"),
+        ({"compress": "h2o", "scorer_params": {"per_query": True}}, "queries that saw a token"),
+        ({"compress": "d2o", "allocator_params": {"per_query": True}}, "queries that saw a token"),
         ({"compress": "caote", "scorer_params": {"aggregate": "defensive"}}, "with their mean"),
         ({"compress": "snapkv", "scorer_params": {"value_norm": True}}, "values' norms"),
         ({"compress": "lagkv"}, "compares the cached keys"),

@@ -20,6 +20,8 @@ class Growth:
         first_block: index of its first ordinary block.
         most_pages: pages that no layer exceeds among the packed ones.
         frozen: it was packed again: layers keep their counts from now on.
+        added_up: tokens whose attention the workers have added up, for a method that ranks by the
+            sum of all rows; None for one that does not.
     """
 
     settings: CompressionConfig
@@ -31,6 +33,7 @@ class Growth:
     first_block: int = 0
     most_pages: int = 0
     frozen: bool = False
+    added_up: int | None = None
 
     def prefill_packed(self, plan: PagePlan) -> None:
         """Its prompt is compressed in the step that ends its prefill."""
@@ -76,6 +79,30 @@ class Growth:
             pages=self.cap,
             total=self.cap * size,
         )
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether its longest answer holds more than it may, at a step that another one follows."""
+        blocks = (self.last - 2) // self.block_size - self.first_block
+        if blocks * self.block_size < self.settings.decode_interval:
+            return False
+        return self.pages + self.num_layers * blocks > self.cap
+
+    def latest(self, tokens: int, packs: bool) -> int:
+        """Queries whose attention is added up after a step that ends with `tokens` computed.
+
+        Args:
+            packs: it is packed after that step: what is dropped must have been judged by all.
+        """
+        if self.added_up is None:
+            return 0
+        latest = tokens - self.added_up
+        # Queries are kept for an interval, and what blocks hold is added up when they are full.
+        full = tokens % self.block_size == 0
+        if packs or (full and latest + self.block_size > self.settings.decode_interval):
+            self.added_up = tokens
+            return latest
+        return 0
 
     def packed(self, plan: PagePlan, blocks: int) -> None:
         """It was packed by `plan`, when it held `blocks` in vLLM's count."""

@@ -7,7 +7,7 @@ from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.repacking import ring_window
+from vllm_kvcompress.repacking import adds_up, merges, ring_window
 
 _INT = _FLOAT = 4
 _ALIGNED = 16
@@ -126,6 +126,23 @@ def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     return (sizes.max_requests + 1) * ring_window(settings) * row
 
 
+def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Bytes beside every block: a float32 per KV head and token (`AttentionSums`).
+
+    0 unless a method that ranks an answer by the attention of all its rows may be asked for.
+    """
+    if not any(adds_up(variant) for variant in settings.variants):
+        return 0
+    return sizes.layers * sizes.kv_heads * sizes.block_size * _FLOAT
+
+
+def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
+    """Bytes of those `available` that the KV cache does not get: `extra_bytes`, and its share."""
+    extra, each = extra_bytes(sizes, settings), sums_per_block(sizes, settings)
+    left = max(available - extra, 0)
+    return extra + -(-left * each // (sizes.block_bytes + each))
+
+
 def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
     longest, block = sizes.longest, sizes.block_size
     head_page = block * 2 * sizes.head_dim * sizes.itemsize
@@ -138,7 +155,10 @@ def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
     if settings.decode_budget is not None:
         one = sizes.layers * max(-(-settings.decode_budget // block), 1)
         together = sizes.layers * longest // (_STAGED_SHARE * block)
-        largest = max(largest, max(one, together) * head_page)
+        staged = max(one, together) * head_page
+        if any(merges(variant) for variant in settings.variants):
+            staged = staged * sizes.kv_heads + merged
+        largest = max(largest, staged)
     return largest
 
 

@@ -165,7 +165,7 @@ def _collect(
                 least=count,
                 values_only=method.values_only,
             )
-            k, v = (x[0] for x in merged)
+            k, v = merged.keys[0], merged.values[0]
             k, v = k.to(keys.dtype), v.to(values.dtype)
         else:
             index = kept[..., None].expand(-1, -1, keys.shape[-1])

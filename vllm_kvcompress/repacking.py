@@ -23,8 +23,12 @@ from vllm_kvcompress.pipeline import Method, Observed, method_of
 from vllm_kvcompress.plan import Columns, PagedValues
 from vllm_kvcompress.policies.base import Reads, Selector
 from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.policies.scorers.accumulated import H2O
 from vllm_kvcompress.policies.scorers.caote import Caote
 from vllm_kvcompress.policies.scorers.chance import Random
+
+LATEST = 128
+"""Queries whose attention is added up together: as many as the largest window has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +52,25 @@ class Rows:
     scale: float
 
 
+def adds_up(settings: CompressionConfig) -> bool:
+    """Whether what bounds an answer ranks by the attention of all its rows, which is added up."""
+    bounded = settings.decode_budget is not None
+    return bounded and Reads.COLUMN_SUMS in method_of(settings).reads
+
+
+def merges(settings: CompressionConfig) -> bool:
+    """Whether what bounds an answer merges what it drops, and so has a threshold."""
+    return settings.decode_budget is not None and bool(method_of(settings).merge)
+
+
 def ring_window(settings: CompressionConfig) -> int:
     """The most last queries that an engine keeps of each growing answer; 0 where none is read."""
     if settings.decode_budget is None:
         return 0
-    return max(variant.resolved_decode_window for variant in settings.variants)
+    windows = [variant.resolved_decode_window for variant in settings.variants]
+    if any(adds_up(variant) for variant in settings.variants):
+        windows.append(settings.decode_interval)
+    return max(windows)
 
 
 def why_not_bounded(settings: CompressionConfig, block_size: int | None) -> str | None:
@@ -112,8 +130,10 @@ def _obstacle_in_pieces(method: Method) -> str:
 def obstacle(method: Method) -> str:
     """Why a method cannot judge what a request holds; empty if it can."""
     reads = method.reads
-    if Reads.COLUMN_SUMS in reads:
-        return "it adds up the attention of every query, which is not kept once tokens are dropped"
+    if Reads.COLUMN_SUMS in method.scorer.reads and isinstance(method.scorer, Caote):
+        return "it weighs the sums of every query head, of which the mean over a KV head's is kept"
+    if Reads.COLUMN_MEANS in reads or (isinstance(method.scorer, H2O) and method.scorer.per_query):
+        return "it divides by the queries that saw a token, which are not counted for an answer"
     if Reads.KEYS in reads:
         return "it compares the cached keys, which is not done once tokens are dropped"
     if Reads.SCORES in reads:
@@ -124,23 +144,28 @@ def obstacle(method: Method) -> str:
         return "it compares the values' norms with their sum over the whole prompt"
     if isinstance(method.scorer, Random):
         return "what it draws would depend on the answers packed beside it"
-    if method.merge:
-        return "it merges what it drops"
     if any(method.selector.source(layer) != layer for layer in range(8)):
         return "its layers reuse a ranking"
     return ""
 
 
 def observe_rows(
-    method: Method, rows: Rows, query: torch.Tensor | None, window: int, at_once: int
+    method: Method,
+    rows: Rows,
+    query: torch.Tensor | None,
+    window: int,
+    at_once: int,
+    sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[Observed]]:
-    """Score every row by the window's queries.
+    """Score every row by the window's queries, or by the attention that was added up.
 
     Args:
         query: ``[N, w, Hq, D]``, the last w of each row in the order of positions; None where the
             method reads none.
         window: w.
         at_once: rows that are scored together: what their attention is reduced to is held then.
+        sums: ``[N, Hkv, most]`` float32, attention that every slot was paid so far, the mean over a
+            KV head's query heads; None where the method reads none.
 
     Returns:
         Scores ``[N, Hkv, most - w]`` float32, of which the first ``lengths[r] - w`` count, and
@@ -150,14 +175,19 @@ def observe_rows(
     for start in range(0, len(rows.pages), at_once):
         some = slice(start, start + at_once)
         own = replace(rows, pages=rows.pages[some], lengths=rows.lengths[some])
-        scores, figures = _observe(method, own, None if query is None else query[some], window)
+        asked, paid = (None if part is None else part[some] for part in (query, sums))
+        scores, figures = _observe(method, own, asked, paid, window)
         parts.append(scores)
         observed += figures
     return torch.cat(parts), observed
 
 
 def _observe(
-    method: Method, rows: Rows, query: torch.Tensor | None, window: int
+    method: Method,
+    rows: Rows,
+    query: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    window: int,
 ) -> tuple[torch.Tensor, list[Observed]]:
     count, heads = len(rows.pages), rows.key_pages.shape[1]
     found: WindowScores | None = None
@@ -192,15 +222,73 @@ def _observe(
         recent=_folded(found and found.recent),
         last=_folded(found and found.last),
         maximum=_folded(maximum),
+        sums=_folded(sums),
         values=values,
     )
     scores = method.scorer.score(columns).reshape(count, heads, columns.past)
+    if sums is not None and Reads.COLUMN_SUMS in method.allocator.reads:
+        variances = _variance(sums, rows.lengths)
+        return scores, [Observed(scores=None, column_variance=own) for own in variances]
     if found is None or Reads.VARIANCE not in method.allocator.reads:
         return scores, [Observed(scores=None) for _ in range(count)]
     return scores, [
         Observed(scores=None, entropy=entropy, shift=shift)
         for entropy, shift in zip(found.entropy, found.shift, strict=True)
     ]
+
+
+def _variance(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """``[N, Hkv]``: the sample variance of each row's first ``lengths[r]`` of ``[N, Hkv, W]``."""
+    count = lengths[:, None, None]
+    held = torch.arange(sums.shape[2], device=sums.device) < count
+    mean = sums.where(held, 0).sum(-1, keepdim=True) / count.clamp(min=1)
+    return (sums - mean).where(held, 0).square().sum(-1) / (count[..., 0] - 1).clamp(min=1)
+
+
+def attention_paid(rows: Rows, query: torch.Tensor, at_once: int) -> torch.Tensor:
+    """Attention that the last r queries paid to every slot, the mean over a KV head's query heads.
+
+    Nothing was dropped since the first of them: each saw the slots up to its own.
+
+    Args:
+        query: ``[N, r, Hq, D]``, the last r of each row in the order of positions; a row holds
+            more than r tokens.
+        at_once: rows that are read together.
+
+    Returns:
+        ``[N, Hkv, most]`` float32; 0 behind a row's length.
+    """
+    found = []
+    for start in range(0, len(rows.pages), at_once):
+        some = slice(start, start + at_once)
+        own = replace(rows, pages=rows.pages[some], lengths=rows.lengths[some])
+        found.append(_paid(own, query[some]))
+    return torch.cat(found)
+
+
+def _paid(rows: Rows, query: torch.Tensor) -> torch.Tensor:
+    kv_heads, latest = rows.key_pages.shape[1], query.shape[1]
+    paid = query.new_zeros(len(query), kv_heads, rows.most, dtype=torch.float32)
+    for start in range(0, latest, LATEST):
+        part = query[:, start : start + LATEST]
+        count = part.shape[1]
+        # to these, slots behind the last of them are not there yet
+        lengths = rows.lengths - (latest - start - count)
+        scores = window_scores_of_rows(
+            *(part, rows.key_pages, rows.pages, rows.most, rows.scale),
+            lengths=lengths,
+            variance=False,
+        )
+        past, recent = (
+            # in float64 as `group_mean`, so that equal columns stay equal
+            of.view(len(of), kv_heads, -1, of.shape[2]).mean(2, dtype=torch.float64).float()
+            for of in (scores.total, scores.recent)
+        )
+        paid[..., : rows.most - count] += past
+        at = (lengths - count)[:, None] + torch.arange(count, device=lengths.device)
+        # nothing is held where kernels are warmed up
+        paid.scatter_add_(2, at.long().clamp(min=0)[:, None].expand(-1, kv_heads, -1), recent)
+    return paid
 
 
 def _folded(part: torch.Tensor | None) -> torch.Tensor | None:

@@ -138,7 +138,7 @@ class Scored:
             count,
             values_only=method.values_only,
         )
-        return merged[0][0], merged[1][0]
+        return merged.keys[0], merged.values[0]
 
 
 def _paged(cache: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -181,8 +181,8 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         (["TINY", "--len", 2000, "--max-model-len", 100], "--max-model-len must hold"),
         (["TINY", "--len", 2000, "--kv-compress-config", "{"], "must be a JSON object"),
         (
-            ["TINY", "--len", 2000, "--kv-compress", "d2o", "--kv-decode-budget", 64],
-            "--kv-decode-budget cannot bound answers by 'd2o'",
+            ["TINY", "--len", 2000, "--kv-compress", "dynamickv", "--kv-decode-budget", 64],
+            "--kv-decode-budget cannot bound answers by 'dynamickv'",
         ),
         (
             ["TINY", "--len", 2000, "--kv-decode-budget", 64, "--block-size", 48],

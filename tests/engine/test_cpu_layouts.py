@@ -198,7 +198,10 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
 
 
 def test_an_answer_on_tiles_is_packed_again_as_on_vectors(checkpoints_folder, monkeypatch):
-    answers, config = {}, settings("cake-chunk", 0.3, decode_budget=64, decode_interval=BLOCK)
+    answers, asked = {}, [{"kv_compress": name} for name in ("cake-chunk", "d2o")]
+    config = settings(
+        "cake-chunk", 0.3, decode_budget=64, decode_interval=BLOCK, allow_override="d2o"
+    )
     for kind in ("vectors", "tiles"):
         if kind == "tiles":
             pretend_amx(monkeypatch)
@@ -214,6 +217,9 @@ def test_an_answer_on_tiles_is_packed_again_as_on_vectors(checkpoints_folder, mo
                 packed.extend(each.todo.request_id.split("-")[0] for each in due),
                 run(due),
             )
-            answers[kind] = llm.generate([PROMPTS[1][:300], PROMPTS[2][:20]], 80)
-            assert len(set(packed)) == 2
+            answers[kind] = [
+                llm.generate([PROMPTS[1][:300], PROMPTS[2][:20]], 80, extra_args=method)
+                for method in asked
+            ]
+            assert len(set(packed)) == 4
     assert answers["tiles"] == answers["vectors"]

@@ -65,6 +65,7 @@ def test_uncompressed_answers_do_not_change(start, whole):
 
 OPT_IN = {
     "growing": settings("cake", 0.1, decode_budget=64, decode_interval=32),
+    "merging": settings("d2o", 0.1, decode_budget=64, decode_interval=32),
     "pieces": settings("cake", 0.2, window=8, max_whole=128, piece=96),
 }
 
@@ -78,7 +79,8 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
     """
     import cuda_on_cpu
 
-    counts = {"growing": [90, 6, 11, 3], "pieces": [60, 50, 70, 24]}.get(compress, [20, 6, 11, 3])
+    first = 90 if compress in OPT_IN else 20
+    counts = [60, 50, 70, 24] if compress == "pieces" else [first, 6, 11, 3]
     config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:

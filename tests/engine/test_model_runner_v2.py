@@ -14,7 +14,7 @@ FILES = [
     for name in (
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference", "lost_plans"),
-        "cuda_backends",
+        *("decode_budgets", "added_attention", "pieces", "cuda_backends"),
     )
 ]
 

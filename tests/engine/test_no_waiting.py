@@ -12,9 +12,10 @@ from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages import pool as page_pool
-from vllm_kvcompress.engine.pages import query_ring
+from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.repacking import adds_up, merges, ring_window
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
@@ -63,7 +64,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     "preset",
     [
         *("cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"),
-        *("caote", "fastcaote"),
+        *("caote", "fastcaote", "h2o", "d2o"),
     ],
 )
 def test_an_answer_that_is_packed_again(preset, monkeypatch):
@@ -76,8 +77,8 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
     def uploaded(values, device, dtype):
         return torch.empty(len(values), dtype=dtype, device="meta")
 
-    monkeypatch.setattr(page_pool, "async_tensor_h2d", uploaded)
-    monkeypatch.setattr(query_ring, "async_tensor_h2d", uploaded)
+    for module in (page_pool, query_ring, remembered):
+        monkeypatch.setattr(module, "async_tensor_h2d", uploaded)
     settings = CompressionConfig.parse(
         {"compress": preset, "decode_budget": 64, "decode_interval": BLOCK}
     )
@@ -85,11 +86,13 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
         pages = uploaded(range(LAYERS), "meta", torch.int64)
         monkeypatch.setattr("vllm_kvcompress.pipeline.layer_pages", lambda *_: pages)
     pool, window = pool_on("meta"), settings.resolved_decode_window
-    if window:
+    adds, merging = adds_up(settings), merges(settings)
+    pool.remember(KV_HEADS, sums=adds, thresholds=merging)
+    if kept := ring_window(settings):
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
-            window=window,
+            window=kept,
             heads=HEADS,
             dim=DIM,
             max_rows=4,
@@ -99,11 +102,15 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
     packer = Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS)
     with nothing_uploaded_or_read():
         repacker.Repacker(packer, pool.ring).warm_up(settings, window)
-    # of keys and of values one KV head at a time: staged, and written
-    assert names.count("_move_kernel") == 2 * 2 * KV_HEADS
-    assert names.count("columns_kernel") == 2 * bool(window)
+    # of keys and of values one KV head at a time: staged, and written; merged, all heads at once
+    assert names.count("_move_kernel") == 2 * 2 * (1 if merging else KV_HEADS)
+    assert names.count("fold_kernel") == 2 * merging
+    # of an answer's latest rows, or of the window's
+    assert names.count("columns_kernel") == 2 * bool(kept)
     assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
+    if adds:
+        return
     asked = HEADS, DIM, torch.bfloat16
     with nothing_uploaded_or_read():
         repacker.Repacker(packer, None).warm_up(settings, settings.resolved_window, asked)

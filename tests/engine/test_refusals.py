@@ -60,14 +60,26 @@ def test_the_settings_are_part_of_vllms_hash(model):
             (
                 {"additional_config": settings(name, decode_budget=64)},
                 f"cannot bound answers by '{name}'",
-                "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'fastcaote', 'pyramidkv',",
+                "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'd2o', 'fastcaote', 'h2o',",
             )
-            for name in ("h2o", "d2o", "dynamickv", "keydiff", "random", "defensivekv")
+            for name in ("dynamickv", "keydiff", "random", "defensivekv")
         ),
         (
-            {"additional_config": settings("snapkv", decode_budget=64, allow_override="h2o")},
-            "cannot bound answers by 'h2o'",
+            {"additional_config": settings("snapkv", decode_budget=64, allow_override="keydiff")},
+            "cannot bound answers by 'keydiff'",
             "or remove --kv-decode-budget",
+        ),
+        *(
+            (
+                {"additional_config": settings(**own, decode_budget=64)},
+                reason,
+                "choose from ['cake'",
+            )
+            for own, reason in (
+                ({"compress": "h2o", "scorer_params": {"per_query": True}}, "saw a token"),
+                ({"compress": "d2o", "allocator_params": {"per_query": True}}, "saw a token"),
+                ({"compress": "caote", "base": "h2o"}, "the sums of every query head"),
+            )
         ),
         (
             {

@@ -11,7 +11,7 @@ from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import Growth, most_blocks
-from vllm_kvcompress.memory import Sizes, extra_bytes
+from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, sums_per_block
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pieces import pieces_of
 from vllm_kvcompress.plan import PagePlan
@@ -179,6 +179,11 @@ def forecast(
     may_ask = bool(settings.allow_override or settings.alias)
     asks, largest = _most_demanding(settings, sizes, load) if may_ask else ("", on)
     extra = extra_bytes(sizes, settings)
+    if pool_bytes is not None:
+        blocks = pool_bytes // sizes.block_bytes
+        extra += blocks * sums_per_block(sizes, settings)
+        if tables_from_pool:
+            extra = bytes_beside(sizes, settings, pool_bytes)
     pools: list[Concurrency | None] = [None, None, None]
     if pool_bytes is not None:
         left = pool_bytes - extra if tables_from_pool else pool_bytes

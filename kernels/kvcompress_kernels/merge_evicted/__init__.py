@@ -4,6 +4,9 @@ import torch
 
 from kvcompress_kernels import contract
 from kvcompress_kernels.contract import check_pages, require
+from kvcompress_kernels.merge_evicted.result import Merged
+
+__all__ = ["Merged", "merge_evicted"]
 
 
 def merge_evicted(
@@ -15,14 +18,20 @@ def merge_evicted(
     counts: torch.Tensor,
     least: int = 1,
     values_only: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    lengths: torch.Tensor | None = None,
+    threshold: torch.Tensor | None = None,
+    beta: float = 0.7,
+) -> Merged:
     """Fold evicted tokens into the kept ones their keys resemble (D2O, arXiv:2406.13035).
 
     Per KV head, each evicted token i has its nearest kept token ``near(i) = argmax_j u_ij`` (ties
     to the earlier j), ``u_ij = cos(k_i, k_j)``, norms clamped at 1e-12. It is merged iff
     ``u_i = max_j u_ij`` is at least the mean of u over the evicted tokens, up to rounding, so that
-    equal cosines are all merged; else it is dropped. With e
-    Euler's number and E_j merged into j, all at once:
+    equal cosines are all merged; else it is dropped. Of tokens that were packed before, the
+    threshold tau moves instead (eq. 10; several at once by their mean):
+    ``tau <- beta mean_i(u_i) + (1 - beta) tau``. With e Euler's number and E_j merged into j, all
+    at once:
     ``k_j <- (e k_j + sum_{i in E_j} exp(u_i) k_i) / (e + sum_{i in E_j} exp(u_i))``, values
     likewise. The paper's eq. 12 repeats the sum in its first weight, read as a typo here.
 
@@ -38,11 +47,14 @@ def merge_evicted(
         least: a number of tokens that every row keeps, known to the host: the nearer, the less
             room and work are set aside for evicted tokens.
         values_only: fold values alone; which ones, into which and by what weight is as before.
+        lengths: ``[N]`` int32, tokens of each row, at most `tokens` (unchecked); pages behind them
+            are not read. None: all have `tokens`.
+        threshold: ``[N, Hkv]`` float32, tau so far; NaN, or None, where nothing was evicted yet.
+        beta: weight of what is evicted now in a tau that moves.
 
     Returns:
-        Keys ``[N, Hkv, n, D]`` and values ``[N, Hkv, n, Dv]`` of the kept tokens, float32, or
-        float64 from such a cache; zeros behind them. One that nothing was merged into is its
-        cached value bit for bit; with `values_only` every key is.
+        The kept tokens, and tau from now on. A token that nothing was merged into is its cached
+        value bit for bit; with `values_only` every key is.
 
     Raises:
         ValueError: shapes disagree, nothing is kept, more is kept than there is, or the cache is
@@ -71,9 +83,21 @@ def merge_evicted(
     require(0 < least <= max_kept, name, "0 < least <= n must hold", (least, max_kept))
     require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
     check_pages(name, pages, tokens, block, rows)
+    if lengths is None:
+        lengths = torch.full_like(counts, tokens)
+    require(lengths.shape == (rows,), name, f"lengths must be [{rows}]", tuple(lengths.shape))
+    if threshold is None:
+        threshold = torch.full((rows, heads), torch.nan, device=kept.device)
+    right = threshold.shape == (rows, heads) and threshold.dtype == torch.float32
+    got = tuple(threshold.shape), threshold.dtype
+    require(right, name, f"threshold must be [{rows}, {heads}] float32", got)
+    require(0 <= beta <= 1, name, "beta must be in [0, 1]", beta)
     if contract.triton_takes(key_pages):
         from kvcompress_kernels.merge_evicted.triton import run
     else:
         from kvcompress_kernels.merge_evicted.reference import run
 
-    return run(key_pages, value_pages, pages, tokens, kept, counts, least, values_only)
+    return run(
+        *(key_pages, value_pages, pages, tokens, kept, counts, least, values_only),
+        *(lengths, threshold, beta),
+    )

@@ -8,9 +8,10 @@ Five launches and a prefix sum for any number of layers.
    keys are multiplied and the product scaled, so nothing is rounded but by the sum in float32.
    Maximum and its tile are held per column of the product, four operations an element, and reduced
    once.
-3. `count_kernel`: the threshold is known; each merged token's rank among those of its kept token.
-   One program walks a segment of the evicted tokens in order and alone owns its counters, so ranks
-   are those of the positions: no atomics, the same sums in every run.
+3. `count_kernel`: the threshold is known, the mean or moved towards it; each merged token's rank
+   among those of its kept token. One program walks a segment of the evicted tokens in order and
+   alone owns its counters, so ranks are those of the positions: no atomics, the same sums in every
+   run.
 4. A prefix sum of the counters, kept token by kept token, and `place_kernel`: the merged tokens in
    buckets, each in the order of the positions.
 5. `fold_kernel`: each kept token adds up its bucket and reads nothing else.
@@ -124,13 +125,16 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["most", "evicted", "tiles", "segment"],
-    do_not_specialize_on_alignment=["counts", "tokens"],
+    do_not_specialize_on_alignment=["counts", "tokens", "before"],
 )
 def count_kernel(  # type: ignore[no-untyped-def]
-    cosines, near, sums, counts, tokens, ranks, counters, most, evicted, tiles, segment,
-    ROWS: tl.constexpr, SUMS: tl.constexpr,
+    cosines, near, sums, counts, tokens, before, after, ranks, counters, beta,
+    most, evicted, tiles, segment, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """``ranks [N, H, evicted]``, -1 if dropped; ``counters [N, H, most, segments]``, from zeros."""
+    """``ranks [N, H, evicted]``, -1 if dropped; ``counters [N, H, most, segments]``, from zeros.
+
+    And ``after [N, H]``, the threshold, which moves from the one ``before`` unless that is NaN.
+    """
     prompt, head, heads = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     row = (prompt * heads + head).to(tl.int64)
     segments = tl.num_programs(0)
@@ -140,6 +144,10 @@ def count_kernel(  # type: ignore[no-untyped-def]
         tile = start + tl.arange(0, SUMS)
         partial += tl.load(sums + row * tiles + tile, mask=tile < tiles, other=0.0)
     mean = tl.sum(partial, 0) / tl.maximum(count, 1).to(tl.float64)
+    old = tl.load(before + row).to(tl.float64)
+    threshold = tl.where(old == old, mean * beta + old * (1.0 - beta), mean)
+    if tl.program_id(0) == 0:
+        tl.store(after + row, tl.where(count > 0, threshold, old).to(tl.float32))
 
     counters += row * most * segments + tl.program_id(0)
     lane = tl.arange(0, ROWS)
@@ -148,7 +156,7 @@ def count_kernel(  # type: ignore[no-untyped-def]
         i = start + lane
         live = i < tl.minimum(first + segment, count)
         cosine = tl.load(cosines + row * evicted + i, mask=live, other=0.0)
-        merged = live & (cosine.to(tl.float64) >= mean - SLACK)
+        merged = live & (cosine.to(tl.float64) >= threshold - SLACK)
         into = tl.load(near + row * evicted + i, mask=merged, other=0)
         into = tl.where(merged, into, -1)
         same = into[:, None] == into[None, :]

@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from kvcompress_kernels.merge_evicted.result import Merged
+
 KEPT = 4096
 """Kept tokens in a tile."""
 COSINES = 8 << 20
@@ -24,16 +26,21 @@ def run(
     kept: torch.Tensor,
     counts: torch.Tensor,
     least: int,
-    values_only: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    values_only: bool,
+    lengths: torch.Tensor,
+    threshold: torch.Tensor,
+    beta: float,
+) -> Merged:
     wide = torch.promote_types(key_pages.dtype, torch.float32)
     keys = torch.zeros(*kept.shape, key_pages.shape[2], dtype=wide, device=kept.device)
     values = keys.new_zeros(*kept.shape, value_pages.shape[3])
-    for row, count in enumerate(counts.tolist()):
+    after = threshold.clone()
+    for row, (count, held) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
         own = kept[row, :, :count].long()
-        merged = _merge(key_pages, value_pages, pages[row], tokens, own, values_only)
-        keys[row, :, :count], values[row, :, :count] = merged
-    return keys, values
+        keys[row, :, :count], values[row, :, :count], after[row] = _merge(
+            *(key_pages, value_pages, pages[row], held, own, values_only, threshold[row], beta)
+        )
+    return Merged(keys, values, after)
 
 
 def _merge(
@@ -43,7 +50,9 @@ def _merge(
     tokens: int,
     kept: torch.Tensor,
     values_only: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    threshold: torch.Tensor,
+    beta: float,
+) -> Merged:
     heads, count = kept.shape
     block = key_pages.shape[3]
     head = torch.arange(heads, device=kept.device)[:, None]
@@ -59,7 +68,7 @@ def _merge(
     evicted = torch.ones(heads, tokens, dtype=torch.bool, device=kept.device)
     evicted = evicted.scatter_(1, kept, False).nonzero()[:, 1].view(heads, tokens - count)
     if evicted.shape[1] == 0:
-        return keys, values
+        return Merged(keys, values, threshold)
 
     u = keys.new_full(evicted.shape, -torch.inf)
     near = torch.zeros_like(evicted)
@@ -74,8 +83,10 @@ def _merge(
             u[:, tile] = torch.where(better, top, u[:, tile])
             near[:, tile] = torch.where(better, at + first, near[:, tile])
 
+    mean, before = u.mean(1, dtype=torch.float64), threshold.double()
+    after = mean.where(before.isnan(), beta * mean + (1 - beta) * before)
     # cosines that are equal but for rounding are all merged
-    merged = u >= u.mean(1, keepdim=True, dtype=torch.float64) - ROUNDING
+    merged = u >= after[:, None] - ROUNDING
     near += count * head
     weight = u.exp() * merged
     total = weight.new_zeros(heads * count).index_add_(0, near.flatten(), weight.flatten())
@@ -93,7 +104,7 @@ def _merge(
             x.view(-1, x.shape[-1]).index_add_(0, into, cached(of, token).mul_(w))
     for x, _ in folded:
         x /= (math.e + total).where(touched, 1.0)
-    return keys, values
+    return Merged(keys, values, after.float())
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

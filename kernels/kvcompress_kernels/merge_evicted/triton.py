@@ -13,12 +13,13 @@ from kvcompress_kernels.merge_evicted.passes_triton import (
     pack_kernel,
     place_kernel,
 )
+from kvcompress_kernels.merge_evicted.result import Merged
 
 RANKED = 128
 """Evicted tokens that `count_kernel` ranks at a time."""
 COUNTING = 8
 """Warps of `count_kernel`; with 4 it spills under Triton 3.7."""
-TABLES = ("pages", "kept", "counts", "tokens")
+TABLES = ("pages", "kept", "counts", "tokens", "before")
 """Arguments of which each layer reads its own row, so that no alignment is known."""
 SEGMENT = 4096
 """Evicted tokens of one program of `count_kernel`, at least."""
@@ -74,13 +75,17 @@ def run(
     kept: torch.Tensor,
     counts: torch.Tensor,
     least: int,
-    values_only: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    values_only: bool,
+    lengths: torch.Tensor,
+    threshold: torch.Tensor,
+    beta: float,
+) -> Merged:
     for x in (key_pages, value_pages):
         if x.dtype == torch.float64:
             raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
     layers, heads, max_kept = kept.shape
-    lengths, evicted = torch.full_like(counts, tokens), max(tokens - least, 1)
+    evicted = max(tokens - least, 1)
+    lengths, threshold = lengths.contiguous(), threshold.contiguous()
     _, _, dim, block = key_pages.shape
     value_dim, device = value_pages.shape[3], kept.device
     pad, value_pad = _pad(dim), _pad(value_dim)
@@ -101,6 +106,7 @@ def run(
     members, weights = new(torch.int32, evicted), new(torch.float32, evicted)
     keys, values = new(torch.float32, max_kept, dim), new(torch.float32, max_kept, value_dim)
     counters = new(torch.int32, max_kept * segments).zero_()
+    after = new(torch.float32)
     many = (heads, layers)
 
     pack_kernel[(rooms // COPIED, *many)](
@@ -113,8 +119,8 @@ def run(
         dim, pad, shape.evicted, shape.kept, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     count_kernel[(segments, *many)](
-        cosines, near, sums, counts, lengths, ranks, counters, max_kept, evicted, tiles, segment,
-        RANKED, 128, num_warps=COUNTING,
+        cosines, near, sums, counts, lengths, threshold, after, ranks, counters, beta,
+        max_kept, evicted, tiles, segment, RANKED, 128, num_warps=COUNTING,
     )  # fmt: skip
     ends = counters.cumsum(2, dtype=torch.int32)
     place_kernel[(triton.cdiv(evicted, 512), *many)](
@@ -127,7 +133,7 @@ def run(
         *key_pages.stride(), *value_pages.stride(),
         dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
     )  # fmt: skip
-    return keys, values
+    return Merged(keys, values, after)
 
 
 def builds(sm: int) -> list[Build]:
@@ -136,14 +142,14 @@ def builds(sm: int) -> list[Build]:
     pointers = table | dict(scales="*fp32", cosines="*fp32", near="*i32", places="*i32")
     pointers |= dict(sums="*fp64", ranks="*i32", counters="*i32", ends="*i32", members="*i32")
     pointers |= dict(weights="*fp32", keys="*fp32", values="*fp32")
-    pointers |= dict(key_pages="*bf16", value_pages="*bf16")
-    ones = {"s_dim": 1, "k_dim": 1, "v_dim": 1}
+    pointers |= dict(key_pages="*bf16", value_pages="*bf16", before="*fp32", after="*fp32")
+    ones, numbers = {"s_dim": 1, "k_dim": 1, "v_dim": 1}, {"beta": "fp32"}
     all_builds = []
 
     def add(name: str, kernel: Any, warps: int, stages: int, wide: bool, **constexprs: int) -> None:
         fixed = {k: v for k, v in ones.items() if k in kernel.arg_names} | constexprs
         signature = {
-            k: pointers.get(k, "i64" if k.endswith("_page") else "i32")
+            k: (pointers | numbers).get(k, "i64" if k.endswith("_page") else "i32")
             for k in kernel.arg_names
             if k not in fixed
         }

@@ -17,7 +17,7 @@ from vllm_kvcompress.engine.compression.packer import Finished, Packer
 from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
-from vllm_kvcompress.engine.messages.step import Compression, Repack, StepPlan, plan_of
+from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.pipeline import Method, method_of
@@ -95,6 +95,9 @@ class PromptCompressor:
         self._queries = queries
         self.repacker = Repacker(self.packer, pool.ring)
         self._due: list[Due] = []
+        # Attention to add up after this step, with its row; prompts whose answers grow from it on.
+        self._additions: list[tuple[Addition, int]] = []
+        self._growing: dict[str, torch.Tensor] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._step: StepPlan | None = None
         self._plan_number: int | None = None
@@ -121,6 +124,7 @@ class PromptCompressor:
     def abort_step(self) -> None:
         """Drop what is left of a step that did not come to its end."""
         self._step, self._spans, self._finished, self._due = None, [], [], []
+        self._additions, self._growing = [], {}
         self._plan_number, self._layers_watched = None, 0
         self.running = False
 
@@ -172,10 +176,14 @@ class PromptCompressor:
                     blocks=blocks,
                     queries=prefill.queries,
                     sums=prefill.sums,
+                    grows=request_id in step.grow,
                 )
                 self._finished.append((finished, prefill.stopwatch))
             if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
                 self._spans.append(_Span(start, stop, blocks, prefill))
+            if todo is None and request_id in step.grow:
+                self._growing[request_id] = blocks
+        self._additions = [(todo, row_of[todo.request_id]) for todo in step.add]
         for todo in step.repack:
             queries = self._prefills[todo.request_id].queries if todo.prefill else {}
             self._due.append(Due(todo=todo, row=row_of[todo.request_id], queries=queries))
@@ -267,6 +275,12 @@ class PromptCompressor:
             self._prefills.pop(finished.todo.request_id, None)
             self.compressed += 1
             self.reports.add(finished.todo, finished.todo.plan.tokens, pages, stopwatch)
+        for request_id, blocks in self._growing.items():
+            prefill = self._prefills.pop(request_id)
+            with prefill.stopwatch.running():
+                self.packer.remember_whole(blocks, prefill.sums)
+        if self._additions:
+            self.repacker.add(self._additions)
         if self._due:
             self._pack_again()
         carried_out = self._plan_number

@@ -2,21 +2,21 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.move_kept import move_kept
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_layers
 from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.engine.compression.merging import Held, merged_pages, merged_rows
 from vllm_kvcompress.engine.messages.step import Compression
-from vllm_kvcompress.engine.pages.layouts import PageViews, Strided
+from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.memory import layers_at_once
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.policies.scorers.pooling import group_mean
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class Finished:
         blocks: ``[ceil(S / bs)]`` int64, vLLM block ids of the prompt.
         queries: per layer that is shown its window, the last ``[w, Hq, D]`` queries.
         sums: per layer that is shown them, column sums ``[Hq, S]`` float32.
+        grows: its answer is bounded: what its method remembers is kept.
     """
 
     todo: Compression
@@ -36,6 +37,7 @@ class Finished:
     blocks: torch.Tensor
     queries: Mapping[int, torch.Tensor]
     sums: Mapping[int, torch.Tensor]
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +57,6 @@ class Move:
     counts: torch.Tensor
     targets: torch.Tensor
     values_only: bool
-
-
-class Opened(NamedTuple):
-    """Some pages of the pool as ops read them."""
-
-    keys: torch.Tensor
-    """``[n, Hkv, D, bs]``."""
-    values: torch.Tensor
-    """``[n, Hkv, bs, D]``."""
-    pages: torch.Tensor
-    """The pages that were asked for, as they are numbered there."""
 
 
 class Packer:
@@ -133,19 +124,51 @@ class Packer:
             targets=targets[:, : kept.shape[2] // plan.block_size],
             values_only=method.values_only,
         )
-        self._move(finished, move)
+        thresholds = self._move(finished, move)
+        if finished.grows:
+            self._remember(finished, move, thresholds)
         return pages
 
-    def _move(self, finished: Finished, move: Move) -> None:
-        """Write what is kept to its pages."""
+    def _remember(self, finished: Finished, move: Move, thresholds: torch.Tensor | None) -> None:
+        """Keep the attention that kept tokens were paid, and how near a dropped one must be."""
+        pool, plan = self.pool, finished.todo.plan
+        if thresholds is not None and pool.thresholds is not None:
+            pool.thresholds.write(pool.slots([finished.todo.request_id]), thresholds[None])
+        if not finished.sums or pool.sums is None:
+            return
+        paid = self._paid(finished.sums, pool.sums.kv_heads)
+        kept = move.kept[..., : move.targets.shape[1] * plan.block_size].clamp(min=0).long()
+        pool.sums.write(move.targets, move.counts, paid.gather(2, kept))
+        if plan.tail:
+            last = paid[..., plan.full_blocks * plan.block_size :]
+            pool.sums.write(move.prompt[:, -1:], torch.ones_like(move.counts), last)
+
+    def remember_whole(self, blocks: torch.Tensor, sums: Mapping[int, torch.Tensor]) -> None:
+        """Keep the attention that a prompt's tokens were paid, where it stays as it is.
+
+        Args:
+            blocks: ``[ceil(S / bs)]`` int64, vLLM block ids of the prompt.
+            sums: column sums ``[Hq, S]`` of every layer.
+        """
+        own = self.pool.sums
+        assert own is not None
+        pages, paid = self.pool.every_layer(blocks), self._paid(sums, own.kv_heads)
+        own.write(pages, pages.new_full((len(pages),), pages.shape[1]), paid)
+
+    def _paid(self, sums: Mapping[int, torch.Tensor], kv_heads: int) -> torch.Tensor:
+        """``[L, Hkv, S]`` float32 of column sums ``[Hq, S]`` of every layer."""
+        return torch.stack([group_mean(sums[layer], kv_heads) for layer in range(self.num_layers)])
+
+    def _move(self, finished: Finished, move: Move) -> torch.Tensor | None:
+        """Write what is kept to its pages; returns thresholds ``[L, Hkv]`` if tokens merge."""
         plan, method = finished.todo.plan, finished.method
         if finished.todo.in_place:
-            self._in_place(plan, method, move)
-        elif method.merge:
-            self._merge(plan, move, move.targets, (self.keys, self.values))
-        else:
-            cache = self.keys, self.values
-            move_kept(*cache, move.prompt, move.kept, move.counts, move.targets, into=cache)
+            return self._in_place(plan, method, move)
+        cache = self.keys, self.values
+        if method.merge:
+            return self._merge(plan, move, move.targets, cache)
+        move_kept(*cache, move.prompt, move.kept, move.counts, move.targets, into=cache)
+        return None
 
     def observe(self, finished: Finished) -> list[Observed]:
         """Score every layer of a prompt (`Method.observe`), `layers_at_once`."""
@@ -217,7 +240,36 @@ class Packer:
             move_kept(*part, cache.pages, kept[:, one], counts, staging_pages, into=staged)
             move_kept(*staged, staging_pages, None, counts, targets, into=part)
 
-    def _in_place(self, plan: PagePlan, method: Method, move: Move) -> None:
+    def merge_in_place(
+        self,
+        cache: Opened,
+        held: Held,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+        total: int,
+    ) -> torch.Tensor:
+        """The same with what is dropped folded in, where it is near enough.
+
+        Returns:
+            ``[N, Hkv]`` float32, how near that is from now on.
+        """
+        staging_pages, thresholds = _staging(counts, targets.shape[1]), []
+        staged = _like(self.keys.mT, total).mT, _like(self.values, total)
+        at_once = layers_at_once(self._longest, kept.shape[2])
+        for start in range(0, len(kept), at_once):
+            some = slice(start, start + at_once)
+            (keys, values), near = merged_rows(
+                cache, some, held, kept, counts, self.pool.block_size
+            )
+            own = torch.arange(len(keys), device=kept.device).view(len(near), -1)
+            to = staging_pages[some]
+            move_kept(keys.mT, values, own, None, counts[some], to, into=staged)
+            thresholds.append(near)
+        move_kept(*staged, staging_pages, None, counts, targets, into=(self.keys, self.values))
+        return torch.cat(thresholds)
+
+    def _in_place(self, plan: PagePlan, method: Method, move: Move) -> torch.Tensor | None:
         """Through a staging buffer: a layer's target may be another layer's source.
 
         All is read before any is written. KV heads do not meet, so they take turns in a buffer of
@@ -225,21 +277,24 @@ class Packer:
         """
         counts = move.counts
         staging_pages = _staging(counts, move.targets.shape[1])
-        heads = [slice(h, h + 1) for h in range(self.keys.shape[1])]
+        heads, thresholds = [slice(h, h + 1) for h in range(self.keys.shape[1])], None
         if method.merge:
             heads = [slice(None)]
         for head in heads:
             part = self.keys[:, head], self.values[:, head]
             staged = _like(part[0].mT, plan.pages).mT, _like(part[1], plan.pages)
             if method.merge:
-                self._merge(plan, move, staging_pages, staged)
+                thresholds = self._merge(plan, move, staging_pages, staged)
             else:
                 move_kept(
                     *part, move.prompt, move.kept[:, head], counts, staging_pages, into=staged
                 )
             move_kept(*staged, staging_pages, None, counts, move.targets, into=part)
+        return thresholds
 
-    def _merge(self, plan: PagePlan, move: Move, targets: torch.Tensor, into: PageViews) -> None:
+    def _merge(
+        self, plan: PagePlan, move: Move, targets: torch.Tensor, into: PageViews
+    ) -> torch.Tensor:
         """Write kept tokens, merged, to their pages; those of the tail where they are.
 
         Layer by layer, since merged tokens are float32 and the host knows only how many they can
@@ -248,12 +303,16 @@ class Packer:
         Args:
             move: `kept` has the tail's positions among its own.
             targets: ``[L, n // bs]`` int, where the pages go, in the key and value pages `into`.
+
+        Returns:
+            ``[L, Hkv]`` float32, how near a dropped token was at least that was merged.
         """
+        thresholds = []
         own = torch.arange(targets.shape[1], device=targets.device)[None]
         for layer in range(self.num_layers):
             row = slice(layer, layer + 1)
             prompt, kept, counts = move.prompt[row], move.kept[row], move.counts[row]
-            pages, tail = merged_pages(
+            pages, tail, threshold = merged_pages(
                 plan, self.keys, self.values, prompt, kept, counts, move.values_only
             )
             last = prompt[0, -1:]
@@ -262,43 +321,8 @@ class Packer:
                 part[:, :, : plan.tail][last] = tokens[None]
             keys, values = pages
             move_kept(keys.mT, values, own, None, counts, targets[row], into=into)
-
-
-def merged_pages(
-    plan: PagePlan,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    prompt: torch.Tensor,
-    kept: torch.Tensor,
-    counts: torch.Tensor,
-    values_only: bool,
-) -> tuple[PageViews, PageViews]:
-    """What one layer keeps, with the evicted tokens folded in, in the cache's dtype.
-
-    Args:
-        keys, values: pages ``[N, Hkv, D, bs]`` and ``[N, Hkv, bs, D]``.
-        prompt: ``[1, ceil(S / bs)]`` int64, the prompt's pages among them.
-        kept: ``[1, Hkv, n]`` int32, the tail's positions among them.
-        counts: ``[1]`` int32, pages without the tail.
-        values_only: keys stay as they are.
-
-    Returns:
-        Keys and values in ``n // bs`` pages ``[n // bs, Hkv, bs, D]``, of which the first
-        ``counts[0]`` are filled; keys and values of the tail ``[Hkv, tail, D]``.
-    """
-    size, tail, max_pages = plan.block_size, plan.tail, kept.shape[2] // plan.block_size
-    # The tail lies behind the packed pages.
-    tail_start = counts * size
-    lengths, least = tail_start + tail, plan.floor_pages * size + tail
-    slots = tail_start + torch.arange(tail, device=tail_start.device)
-    pages, tails = [], []
-    merged = merge_evicted(keys, values, prompt, plan.tokens, kept, lengths, least, values_only)
-    for cache, wide in zip((keys, values), merged, strict=True):
-        tokens = wide[0].to(cache.dtype)  # [Hkv, n, D]
-        whole = tokens[:, : max_pages * size].unflatten(1, (max_pages, size))
-        pages.append(whole.transpose(0, 1))
-        tails.append(tokens[:, slots])
-    return (pages[0], pages[1]), (tails[0], tails[1])
+            thresholds.append(threshold)
+        return torch.cat(thresholds)
 
 
 def _staging(counts: torch.Tensor, most: int) -> torch.Tensor:

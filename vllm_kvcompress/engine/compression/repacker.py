@@ -1,4 +1,4 @@
-"""After a step: what some requests hold, packed again to their budget, in the pages they have."""
+"""After a step: what some requests hold, judged and packed again, in the pages they have."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,14 +8,16 @@ import torch
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.engine.compression.merging import Held
 from vllm_kvcompress.engine.compression.packer import Packer
-from vllm_kvcompress.engine.messages.step import Repack
+from vllm_kvcompress.engine.messages.step import Addition, Repack
+from vllm_kvcompress.engine.pages.layouts import Opened
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.memory import answers_at_once, layers_at_once
 from vllm_kvcompress.pipeline import Method, Observed, method_of
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.repacking import Rows, kept_slots, observe_rows
+from vllm_kvcompress.repacking import Rows, adds_up, attention_paid, kept_slots, observe_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,21 @@ class Due:
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where the layers of some requests lie: N rows, those of a request one after the other.
+
+    Args:
+        cache: as ops read it.
+        rows: the same as `repacking` takes it.
+        pages: ``[N, W]`` int64 flat pages.
+    """
+
+    cache: Opened
+    rows: Rows
+    pages: torch.Tensor
+
+
 class Repacker:
     """Packs what requests hold again, within the page pool of one worker.
 
@@ -47,6 +64,39 @@ class Repacker:
 
     def __init__(self, packer: Packer, ring: QueryRing | None) -> None:
         self._packer, self._pool, self._ring = packer, packer.pool, ring
+
+    def add(self, latest: Sequence[tuple[Addition, int]]) -> None:
+        """Add the attention of some requests' latest queries to that of the earlier ones.
+
+        Nothing was dropped since the first of them, so these rows are what decoding used.
+
+        Args:
+            latest: each with its row of this step's batch.
+        """
+        ordered = sorted(latest, key=lambda each: (each[0].latest, each[0].most))
+        for _, group in groupby(ordered, key=lambda each: each[0].latest):
+            together = list(group)
+            at_once = max(self._pool.longest // together[-1][0].most, 1)
+            for start in range(0, len(together), at_once):
+                self._add(together[start : start + at_once])
+
+    def _add(self, latest: Sequence[tuple[Addition, int]]) -> None:
+        pool, size = self._pool, self._pool.block_size
+        todos = [todo for todo, _ in latest]
+        count, most = todos[0].latest, todos[-1].most
+        assert self._ring is not None, latest
+        assert pool.sums is not None, latest
+        place = self._place([row for _, row in latest], most // size)
+        lengths = place.rows.lengths
+        slots = pool.slots([todo.request_id for todo in todos])
+        query = self._ring.latest(slots, [todo.tokens for todo in todos])[:, :, -count:]
+        at_once = layers_at_once(pool.longest, place.rows.most)
+        paid = attention_paid(place.rows, query.flatten(0, 1), at_once)
+        before = pool.sums.read(place.pages)
+        # Slots of the latest queries have what was left in their pages.
+        column = torch.arange(before.shape[2], device=before.device)
+        before.masked_fill_(column >= (lengths - count)[:, None, None], 0).add_(paid)
+        pool.sums.write(place.pages, lengths // size, before)
 
     def run(self, due: Sequence[Due]) -> dict[str, torch.Tensor]:
         """Pack all of them; how much each layer keeps stays on the device.
@@ -109,6 +159,10 @@ class Repacker:
                 prefill=queries is not None,
             )
             self._pool.admit("")
+            if queries is None and adds_up(settings):
+                latest = min(settings.decode_interval, plan.tokens - 1)
+                given = Addition(request_id="", tokens=0, latest=latest, most=plan.tokens)
+                self.add([(given, 0)])
             self.run([Due(todo=todo, row=0, queries=asked)])
             self._pool.forget("")
 
@@ -117,25 +171,17 @@ class Repacker:
         layers, todos = self._packer.num_layers, [each.todo for each in due]
         window, tail = todos[0].plan.window, todos[0].plan.tail
         most_pages = max(todo.plan.full_blocks for todo in todos) + (tail > 0)
-        tables, lengths = pool.held([each.row for each in due], most_pages)
-        if lengths.device.type == "cpu":
-            # It costs nothing to ask, and tables are as wide as any layer could be.
-            most_pages = -(-int(lengths.max()) // size)
-            tables = tables[..., :most_pages]
-        cache = self._packer.opened(tables.flatten(0, 1))
-        rows = Rows(
-            key_pages=cache.keys,
-            value_pages=cache.values,
-            pages=cache.pages,
-            lengths=lengths.flatten(),
-            most=tables.shape[2] * size,
-            scale=self._packer.scale,
-        )
+        place = self._place([each.row for each in due], most_pages)
+        rows, lengths = place.rows, place.rows.lengths.view(-1, layers)
         at_once = layers_at_once(pool.longest, rows.most)
         query = None
         if Reads.WINDOW in method.reads:
             query = self._queries(due, window)
-        scores, observed = observe_rows(method, rows, query, window, at_once)
+        sums = None
+        if Reads.COLUMN_SUMS in method.reads:
+            assert pool.sums is not None, due
+            sums = pool.sums.read(place.pages)
+        scores, observed = observe_rows(method, rows, query, window, at_once, sums)
         every_count, every_target = [], []
         for index, todo in enumerate(todos):
             own = observed[index * layers : (index + 1) * layers]
@@ -148,9 +194,59 @@ class Repacker:
         if counts.device.type == "cpu":
             widest = int(counts.max())
         kept = kept_slots(scores, rows, counts, window, size, widest, method.selector, tail)
-        total = sum(todo.plan.pages for todo in todos)
-        self._packer.move_in_place(cache, kept, counts, targets[:, :widest], total)
+        move = kept, counts, targets[:, :widest], sum(todo.plan.pages for todo in todos)
+        if method.merge:
+            self._merge(method, place, [todo.request_id for todo in todos], *move)
+        else:
+            self._packer.move_in_place(place.cache, *move)
+        if sums is not None:
+            assert pool.sums is not None, due
+            pool.sums.write(targets[:, :widest], counts, sums.gather(2, kept.clamp(min=0).long()))
         return every_count
+
+    def _place(self, batch_rows: Sequence[int], most_pages: int) -> _Place:
+        """What some rows of this step's batch hold, none of its layers more than `most_pages`."""
+        tables, lengths = self._pool.held(batch_rows, most_pages)
+        if lengths.device.type == "cpu":
+            # It costs nothing to ask, and tables are as wide as any layer could be.
+            tables = tables[..., : -(-int(lengths.max()) // self._pool.block_size)]
+        pages = tables.flatten(0, 1)
+        cache = self._packer.opened(pages)
+        rows = Rows(
+            key_pages=cache.keys,
+            value_pages=cache.values,
+            pages=cache.pages,
+            lengths=lengths.flatten(),
+            most=tables.shape[2] * self._pool.block_size,
+            scale=self._packer.scale,
+        )
+        return _Place(cache=cache, rows=rows, pages=pages)
+
+    def _merge(
+        self,
+        method: Method,
+        place: _Place,
+        request_ids: Sequence[str],
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+        total: int,
+    ) -> None:
+        """Move what is kept, with what is dropped folded in; a request's threshold goes on."""
+        pool = self._pool
+        assert pool.thresholds is not None, request_ids
+        slots = pool.slots(request_ids)
+        before = pool.thresholds.read(slots)
+        held = Held(
+            lengths=place.rows.lengths,
+            most=place.rows.most,
+            thresholds=before.flatten(0, 1),
+            values_only=method.values_only,
+        )
+        # where kernels are warmed up nothing is held, and nothing kept
+        kept = kept.clamp(min=0)
+        after = self._packer.merge_in_place(place.cache, held, kept, counts, targets, total)
+        pool.thresholds.write(slots, after.view_as(before))
 
     def _queries(self, due: Sequence[Due], window: int) -> torch.Tensor:
         """The last ``[N, w, Hq, D]`` queries of every row."""

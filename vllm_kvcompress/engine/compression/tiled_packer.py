@@ -4,8 +4,9 @@ from functools import partial
 
 import torch
 
-from vllm_kvcompress.engine.compression.packer import Finished, Move, Opened, Packer, merged_pages
-from vllm_kvcompress.engine.pages.layouts import PageViews, Tiled
+from vllm_kvcompress.engine.compression.merging import Held, merged_pages, merged_rows
+from vllm_kvcompress.engine.compression.packer import Finished, Move, Packer
+from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.pipeline import PagedLayer
 from vllm_kvcompress.plan import PagePlan
@@ -75,12 +76,30 @@ class TiledPacker(Packer):
             values = cache.values[page, head, slot].unflatten(1, (count, size)).transpose(0, 1)
             self._layout.pack(self.pool.pages, targets[row, :count].long(), keys.mT, values)
 
-    def _move(self, finished: Finished, move: Move) -> None:
+    def merge_in_place(
+        self,
+        cache: Opened,
+        held: Held,
+        kept: torch.Tensor,
+        counts: torch.Tensor,
+        targets: torch.Tensor,
+        total: int,
+    ) -> torch.Tensor:
+        thresholds = []
+        for row, count in enumerate(counts.tolist()):
+            one = slice(row, row + 1)
+            (keys, values), near = merged_rows(cache, one, held, kept, counts, self.pool.block_size)
+            pages = targets[row, :count].long()
+            self._layout.pack(self.pool.pages, pages, keys[:count].mT, values[:count])
+            thresholds.append(near)
+        return torch.cat(thresholds)
+
+    def _move(self, finished: Finished, move: Move) -> torch.Tensor | None:
         """In place all layers are read before any is written: one's target is another's source."""
         plan, waiting = finished.todo.plan, []
-        stage = self._kept
+        stage, thresholds = self._kept, list[torch.Tensor]()
         if finished.method.merge:
-            stage = partial(self._merged, values_only=move.values_only)
+            stage = partial(self._merged, values_only=move.values_only, thresholds=thresholds)
         for layer, count in enumerate(move.counts.tolist()):
             row = slice(layer, layer + 1)
             kept = stage(plan, move.prompt[layer], move.kept[row], move.counts[row])
@@ -88,6 +107,7 @@ class TiledPacker(Packer):
             if not finished.todo.in_place:
                 self._write(waiting)
         self._write(waiting)
+        return torch.cat(thresholds) if thresholds else None
 
     def _kept(
         self, plan: PagePlan, prompt: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor
@@ -106,10 +126,15 @@ class TiledPacker(Packer):
         kept: torch.Tensor,
         counts: torch.Tensor,
         values_only: bool,
+        thresholds: list[torch.Tensor],
     ) -> PageViews:
-        """The same with the evicted tokens folded in; those of the tail are written at once."""
+        """The same with the evicted tokens folded in; those of the tail are written at once.
+
+        Adds to `thresholds` how near a token had to be ``[1, Hkv]``.
+        """
         cache, own = self.read(prompt), torch.arange(len(prompt))[None]
-        (keys, values), tail = merged_pages(plan, *cache, own, kept, counts, values_only)
+        (keys, values), tail, near = merged_pages(plan, *cache, own, kept, counts, values_only)
+        thresholds.append(near)
         if plan.tail:
             last = tuple(part[-1:].clone() for part in (cache[0].mT, cache[1]))
             for part, tokens in zip(last, tail, strict=True):

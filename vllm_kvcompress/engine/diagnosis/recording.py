@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from vllm_kvcompress.engine.compression.packer import Finished, Opened, Packer
+from vllm_kvcompress.engine.compression.packer import Finished, Packer
 from vllm_kvcompress.engine.compression.repacker import Due, Repacker
+from vllm_kvcompress.engine.pages.layouts import Opened
 from vllm_kvcompress.pipeline import Method, Observed
 from vllm_kvcompress.plan import PagePlan
 

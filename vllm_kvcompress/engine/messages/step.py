@@ -58,15 +58,33 @@ class Repack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """One growing request whose latest queries' attention is added to that of the earlier ones.
+
+    Args:
+        request_id: vLLM's request id.
+        tokens: computed when the step ends; a multiple of the block.
+        latest: queries that were not added yet.
+        most: tokens that no layer exceeds.
+    """
+
+    request_id: str
+    tokens: int
+    latest: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What the workers have to do in one step, when there is something to do.
 
     Args:
         number: of this plan, counted by its scheduler; a worker acknowledges it by that.
-        observe: requests that run a chunk of their prefill but not its end, and will be
-            compressed at its end, with their settings: what the end needs must be kept.
+        observe: requests that run a chunk of their prefill which is not compressed after this
+            step, with their settings: what its end needs must be kept, or what their answer will.
         compress: requests whose prefill ends in this step.
         grow: requests whose answer is bounded from this step on: their queries must be kept.
+        add: requests whose latest attention is added up after this step, before any is packed.
         repack: requests that are packed again after this step.
     """
 
@@ -74,6 +92,7 @@ class StepPlan:
     observe: tuple[tuple[str, CompressionConfig], ...]
     compress: tuple[Compression, ...]
     grow: tuple[str, ...] = ()
+    add: tuple[Addition, ...] = ()
     repack: tuple[Repack, ...] = ()
 
     @property
@@ -81,8 +100,9 @@ class StepPlan:
         """The requests that this step has something to do for."""
         observed = [request_id for request_id, _ in self.observe]
         compressed = [todo.request_id for todo in self.compress]
+        judged = [todo.request_id for todo in self.add]
         again = [todo.request_id for todo in self.repack]
-        return tuple(dict.fromkeys((*observed, *compressed, *again, *self.grow)))
+        return tuple(dict.fromkeys((*observed, *compressed, *judged, *again, *self.grow)))
 
     @property
     def ended(self) -> tuple[tuple[Compression | Repack, int], ...]:

@@ -18,12 +18,26 @@ benchmarks/bench_layouts.py.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from vllm_kvcompress.errors import ConfigError
 
 PageViews = tuple[torch.Tensor, torch.Tensor]
+
+
+class Opened(NamedTuple):
+    """Some pages of the pool as ops read them."""
+
+    keys: torch.Tensor
+    """``[n, Hkv, D, bs]``."""
+    values: torch.Tensor
+    """``[n, Hkv, bs, D]``."""
+    pages: torch.Tensor
+    """The pages that were asked for, as they are numbered there."""
+
+
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Digits = tuple[tuple[int, int], ...]
 """An index in mixed radix, the fastest digit first: ``(values, stride in elements)`` of each."""

@@ -22,6 +22,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
+from vllm_kvcompress.engine.pages.remembered import AttentionSums, Thresholds
 from vllm_kvcompress.errors import SeamError
 
 
@@ -118,6 +119,10 @@ class PagePool:
         self._views: dict[int, LayerTables] = {}
         # Told of each step's rows: where the queries of growing answers go.
         self.ring: QueryRing | None = None
+        # What methods that add up attention, and that merge, remember of growing answers.
+        self.sums: AttentionSums | None = None
+        self.thresholds: Thresholds | None = None
+        self._num_blocks = int(layers[0].shape[0])
         self._slots: dict[str, int] = {}
         self._free = list(range(max_requests, 0, -1))
 
@@ -133,6 +138,16 @@ class PagePool:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slots
+
+    def remember(self, kv_heads: int, *, sums: bool, thresholds: bool) -> None:
+        """Make room for what methods remember of answers that grow."""
+        device, layers = self.pages.device, len(self.layer_offset)
+        if sums:
+            every = self.every_layer(torch.arange(self._num_blocks, device=device))
+            self.sums = AttentionSums(every, len(self.pages), kv_heads, self.block_size)
+        if thresholds:
+            slots = len(self._first_block)
+            self.thresholds = Thresholds(slots, layers, kv_heads, device)
 
     def flat_ids(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Flat pages, int64, of vLLM block ids in one layer."""
@@ -154,6 +169,8 @@ class PagePool:
         slot = self._slots[request_id] = self._free.pop()
         self._first_block[slot] = 0
         self._num_packed[slot] = 0
+        if self.thresholds is not None:
+            self.thresholds.reset(slot)
 
     def held(self, rows: Sequence[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What some rows of this step's batch hold, as `tables` found it.

@@ -20,7 +20,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.messages.step import Compression, Repack, StepPlan
+from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.growth import Growth
@@ -77,8 +77,10 @@ class CompressedManager(FullAttentionManager):
         self._cacheable: dict[str, int] = {}
         self._observe: dict[str, CompressionConfig] = {}
         self._planned: dict[str, tuple[PagePlan, list[KVCacheBlock]]] = {}
-        # Requests whose answers are bounded from this step on, and those packed again after it.
+        # Requests whose answers are bounded from this step on, those whose latest attention is
+        # added up after it, and those packed again.
         self._grow: list[str] = []
+        self._add: dict[str, Addition] = {}
         self._repacks: dict[str, _Repacking] = {}
         self._plan_numbers = itertools.count(1)
 
@@ -154,7 +156,7 @@ class CompressedManager(FullAttentionManager):
             request_id, num_tokens, num_tokens_main_model
         )
         if self.planner.is_settled(request_id):
-            self._repack(request_id, num_tokens)
+            self._grow_on(request_id, num_tokens)
             return new_blocks
         if reason := self.planner.admit(request_id):
             self.tally.skipped[reason] += 1
@@ -171,10 +173,8 @@ class CompressedManager(FullAttentionManager):
             self._pack_piece(request_id, plan, pieces, num_tokens, ends)
         elif whole is not None and ends:
             self._reserve(request_id, whole)
-        elif pieces is not None:
-            self._observe[request_id] = pieces.settings
-        elif whole is not None:
-            self._observe[request_id] = self.planner.settings_of(request_id)
+        elif (watching := self.planner.watching(request_id, pieces, whole)) is not None:
+            self._observe[request_id] = watching
         return new_blocks
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
@@ -224,17 +224,29 @@ class CompressedManager(FullAttentionManager):
             self._cacheable[request_id] = min(self._cacheable[request_id], limit)
         return own
 
-    def _repack(self, request_id: str, num_tokens: int) -> None:
-        """Plan to pack what an answer holds, if this step's length says so.
+    def _grow_on(self, request_id: str, num_tokens: int) -> None:
+        """Plan to pack what an answer holds, or to judge it, if this step's length says so."""
+        growth = self.planner.growing.get(request_id)
+        if growth is None:
+            return
+        plan = growth.plan(num_tokens)
+        packs = plan is not None and self._repack(request_id, growth, plan, num_tokens)
+        if latest := growth.latest(num_tokens, packs):
+            most = growth.most_pages * self.block_size + num_tokens
+            self._add[request_id] = Addition(
+                request_id=request_id,
+                tokens=num_tokens,
+                latest=latest,
+                most=most - growth.first_block * self.block_size,
+            )
+
+    def _repack(self, request_id: str, growth: Growth, plan: PagePlan, num_tokens: int) -> bool:
+        """Take what packing an answer needs; returns whether the pool has it.
 
         The first time the request may need more blocks than it has packed ones: its own unshared
         ones, the latest first, and fresh ones for what is missing. Where the pool has none, it
         waits for the next block to fill.
         """
-        growth = self.planner.growing.get(request_id)
-        plan = None if growth is None else growth.plan(num_tokens)
-        if growth is None or plan is None:
-            return
         blocks = num_tokens // self.block_size
         packed = self._packed.get(request_id, [])
         missing = plan.blocks - len(packed)
@@ -243,13 +255,14 @@ class CompressedManager(FullAttentionManager):
             mine = self._unshared(request_id, growth.first_block, blocks, missing)
             missing -= len(mine)
             if missing > self.block_pool.get_num_free_blocks():
-                return
+                return False
             self._packed[request_id] = packed + self.block_pool.get_new_blocks(missing)
         self._cacheable.setdefault(request_id, blocks * self.block_size)
         own = self._claim(request_id, mine)
         self._repacks[request_id] = _Repacking(
             plan=plan, held=growth, tokens=num_tokens, own=own, settings=growth.settings
         )
+        return True
 
     # -- handing over, once the step is scheduled ---------------------------------------------
 
@@ -260,18 +273,20 @@ class CompressedManager(FullAttentionManager):
         later step, after this step has read it. So does the order of outputs, if the workers
         lose the plan: the scheduler hears of it before any later step's tokens.
         """
-        if not (self._observe or self._planned or self._grow or self._repacks):
+        if not any((self._observe, self._planned, self._grow, self._add, self._repacks)):
             return None
         observe, grow = tuple(self._observe.items()), tuple(self._grow)
         compress = tuple(self._hand_over(*item) for item in self._planned.items())
         repack = tuple(self._hand_over_again(*item) for item in self._repacks.items())
-        for done in (self._observe, self._planned, self._grow, self._repacks):
+        add = tuple(self._add.values())
+        for done in (self._observe, self._planned, self._grow, self._add, self._repacks):
             done.clear()
         return StepPlan(
             number=next(self._plan_numbers),
             observe=observe,
             compress=compress,
             grow=grow,
+            add=add,
             repack=repack,
         )
 
@@ -375,6 +390,7 @@ class CompressedManager(FullAttentionManager):
         self._cacheable.pop(request_id, None)
         self._observe.pop(request_id, None)
         self._planned.pop(request_id, None)
+        self._add.pop(request_id, None)
         self._repacks.pop(request_id, None)
         if request_id in self._grow:
             self._grow.remove(request_id)

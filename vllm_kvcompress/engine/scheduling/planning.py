@@ -18,6 +18,7 @@ from vllm_kvcompress.pieces import Pieces
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.repacking import adds_up
 
 logger = init_logger("vllm.kvcompress")
 
@@ -108,10 +109,33 @@ class Planner:
             block_size=self._block_size,
             prefilled=int(request.num_tokens),
             last=int(request.num_prompt_tokens + request.max_tokens),
+            added_up=int(request.num_tokens) if adds_up(settings) else None,
         )
         if plan is not None:
             growth.prefill_packed(plan)
         return growth
+
+    def watching(
+        self, request_id: str, pieces: Pieces | None, whole: PagePlan | None
+    ) -> CompressionConfig | None:
+        """What a chunk of a prefill, of which nothing is dropped yet, is watched for."""
+        if pieces is not None:
+            return pieces.settings
+        if whole is not None:
+            return self.settings_of(request_id)
+        return self._watched_whole(self.request(request_id))
+
+    def _watched_whole(self, request: Request) -> CompressionConfig | None:
+        """What a prefill is watched for though nothing of it will be dropped at its end.
+
+        A method that ranks by the attention of all rows needs the prompt's when it packs the
+        answer; what is never packed is not watched.
+        """
+        settings = self.admissions.of(request).growing
+        if settings is None or not adds_up(settings):
+            return None
+        growth = self._growth(request, None)
+        return settings if growth is not None and growth.may_be_packed else None
 
     def forget(self, request_id: str) -> None:
         """The request ended or was preempted; unknown ones may be named."""
@@ -195,6 +219,8 @@ class Planner:
         they lie, however they came there.
         """
         settings = self.admissions.of(request).settings
+        if self._watched_whole(request) is not None:
+            return 0
         # vLLM always recomputes the last token, so it asks for one less.
         tokens = max_length + 1
         if settings is None or self.admissions.plan(settings, tokens) is None:

@@ -30,7 +30,7 @@ class CompressingGPUWorker(CompressingWorker, Worker):
         available: int = super().determine_available_memory()
         if by_hand:
             return available
-        taken = device_bytes(self.vllm_config, self.settings)
+        taken = device_bytes(self.vllm_config, self.settings, available)
         logger.info("compression takes %.2f GiB beside the KV cache", taken / 2**30)
         if taken >= available:
             raise ConfigError(

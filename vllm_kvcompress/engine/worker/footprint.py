@@ -3,7 +3,7 @@
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.memory import Sizes, extra_bytes
+from vllm_kvcompress.memory import Sizes, bytes_beside
 
 
 def sizes_of(config: VllmConfig) -> Sizes:
@@ -32,6 +32,9 @@ def max_blocks(config: VllmConfig) -> int:
     return sizes_of(config).blocks
 
 
-def device_bytes(config: VllmConfig, settings: CompressionConfig) -> int:
-    """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression."""
-    return extra_bytes(sizes_of(config), settings)
+def device_bytes(config: VllmConfig, settings: CompressionConfig, available: int = 0) -> int:
+    """Bytes on one rank, at most, of those that are `available` for it and the KV cache.
+
+    The page pool's tables, one longest prompt's compression, and what is kept beside every token.
+    """
+    return bytes_beside(sizes_of(config), settings, available)

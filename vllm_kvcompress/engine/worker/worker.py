@@ -34,7 +34,7 @@ from vllm_kvcompress.engine.scheduling.cache_spec import compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.memory import ring_bytes
-from vllm_kvcompress.repacking import ring_window
+from vllm_kvcompress.repacking import adds_up, merges, ring_window
 
 logger = init_logger("vllm.kvcompress")
 
@@ -181,6 +181,11 @@ def bind_compressor(
     )
     heads, dim = layers[0].impl.num_heads, layers[0].impl.head_size
     pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
+    pool.remember(
+        layers[0].impl.num_kv_heads,
+        sums=any(adds_up(variant) for variant in settings.variants),
+        thresholds=any(merges(variant) for variant in settings.variants),
+    )
     compressor = PromptCompressor(
         settings,
         pool,

@@ -1,0 +1,75 @@
+"""Rows of several lengths, each with its threshold, merged together."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvcompress_kernels.merge_evicted import merge_evicted
+from test_merge_evicted import close, merge_one, paged, random, slow
+
+pytestmark = pytest.mark.gpu
+
+
+def batch(sizes, heads, dim, dtype):
+    """Layers of (tokens, kept) in one cache, NaN between them.
+
+    Entries of the tables that no layer needs lead to a page of NaN.
+    """
+    width, most = 1 + max(-(-tokens // 16) for tokens, _ in sizes), max(n for _, n in sizes)
+    kept = torch.full((len(sizes), heads, most), 16 * width - 1)
+    prompts = []
+    for n, (tokens, count) in enumerate(sizes):
+        k, v, kept[n, :, :count] = random(heads, tokens, count, dim, seed=n)
+        prompts.append(paged(k, v, 16, seed=n, dtype=dtype))
+    keys, values = (torch.cat([prompt[i] for prompt in prompts]) for i in (0, 1))
+    nothing = keys.isnan().flatten(1).all(1).nonzero()[0].item()
+    pages, start = torch.full((len(sizes), width), nothing), 0
+    for row, (own, _, table) in zip(pages, prompts, strict=True):
+        row[: len(table)] = table + start
+        start += len(own)
+    order = torch.randperm(start, generator=torch.Generator().manual_seed(0))
+    tokens, counts = torch.tensor(sizes, dtype=torch.int32).T.contiguous()
+    return keys[order], values[order], order.argsort()[pages], tokens, kept.int(), counts
+
+
+@pytest.mark.parametrize("counts", [[75], [9, 75, 1]])
+@pytest.mark.parametrize("least", [1, "fewest"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_merge_as_if_alone(dtype, counts, least):
+    """A layer that keeps all, layers that keep few; nothing behind their kept ones is read."""
+    sizes = [(75, count) for count in counts]
+    keys, values, pages, _, kept, stay = batch(sizes, 2, 8, dtype)
+    least = min(counts) if least == "fewest" else least
+    got = merge_evicted(keys, values, pages[:, :-1], 75, kept, stay, least)
+    for row, count in enumerate(counts):
+        want = merge_one(keys, values, pages[row, :-1], 75, kept[row, :, :count])
+        for x, y in zip(got[:2], want, strict=True):
+            assert torch.equal(x[row, :, :count], y)
+            assert (x[row, :, count:] == 0).all()
+
+
+def test_a_threshold_moves_with_what_is_evicted():
+    """Of rows of their own lengths; where none was, it is the mean, and where nothing is, it stays.
+
+    The next eviction goes on from it: what merged once may be dropped then.
+    """
+    sizes, heads = [(75, 20), (33, 9), (40, 40)], 2
+    keys, values, pages, lengths, kept, stay = batch(sizes, heads, 8, torch.float32)
+    taus = [[math.nan, 0.9], [-0.5, 0.1], [0.3, math.nan]]
+    threshold = torch.tensor(taus)
+    given = keys, values, pages[:, :-1], 75, kept, stay
+    changed = 0
+    for _ in range(2):
+        got = merge_evicted(*given, lengths=lengths, threshold=threshold)
+        for row, (tokens, count) in enumerate(sizes):
+            k, v, own = random(heads, tokens, count, 8, seed=row)
+            plain = slow(k.numpy(), v.numpy(), own.tolist())
+            want = slow(k.numpy(), v.numpy(), own.tolist(), taus=taus[row])
+            changed += not np.allclose(plain[0], want[0])
+            for x, y in zip(got[:2], want, strict=True):
+                np.testing.assert_allclose(x[row, :, :count].flatten(0, 1), y, **close)
+        np.testing.assert_allclose(got.threshold, torch.tensor(taus), rtol=1e-5)
+        threshold = got.threshold
+    assert changed >= 3
