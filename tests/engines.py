@@ -188,6 +188,19 @@ class Engine:
         packer.pack, repacker.run = packing, running
         return seen
 
+    def watch_repacking(self) -> list[str]:
+        """From now on: the request of each answer that is packed again, in order."""
+        seen: list[str] = []
+        repacker = self.compressor.repacker
+        run = repacker.run
+
+        def running(due: Any) -> Any:
+            seen.extend(each.todo.request_id for each in due)
+            return run(due)
+
+        repacker.run = running
+        return seen
+
     def watch_preemptions(self) -> dict[str, list[int]]:
         """From now on: per request (as submitted), how many tokens it had each time it resumed.
 

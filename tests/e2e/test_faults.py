@@ -21,7 +21,8 @@ FLAGS = [
     *("--enforce-eager", "--max-model-len", "896", "--served-model-name", "demo"),
     *("--kv-compress", "cake", "--kv-budget", "0.3", "--kv-min-prompt", "256"),
     *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
-    *("--kv-allow-override", "all", "--num-gpu-blocks-override", str(BLOCKS)),
+    *("--kv-allow-override", "off,snapkv", "--num-gpu-blocks-override", str(BLOCKS)),
+    *("--kv-decode-budget", "128"),  # packed again 128 tokens after the prompt's last block
 ]
 DONE = {"length", "stop"}
 
@@ -103,7 +104,8 @@ def test_a_pool_for_one_serves_all_who_come(server, text):
 
 
 def test_clients_that_hang_up_leave_nothing_behind(server, text):
-    """In the prefill, after the compression, in mid-answer: blocks and files come back."""
+    """In the prefill, after the compression, in mid-answer, once the answer was packed again:
+    blocks and files come back."""
     with streaming(server, text, 2) as events:
         list(events)
     wait_for(lambda: idle(server))
@@ -112,13 +114,15 @@ def test_clients_that_hang_up_leave_nothing_behind(server, text):
     def leave(index):
         with streaming(server, f"{index} {text}", 200) as events:
             if index % 3:
-                for _ in range(index):
+                for _ in range(index if index < 5 else 120):
                     next(events)
 
+    before = server.metric("vllm:kv_compress_repacked_answers_total")
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             list(pool.map(leave, range(6)))
     wait_for(lambda: idle(server))
+    assert server.metric("vllm:kv_compress_repacked_answers_total") >= before + 2
     wait_for(lambda: [p.num_fds() for p in processes(server)] <= held)
     assert listen(server, text, 4) == "length"
 
@@ -175,7 +179,7 @@ def test_sigterm_lets_running_answers_finish(server, text):
     """The last test on this server."""
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         before = server.metric("vllm:kv_compress_requests_total")
-        ends = [pool.submit(listen, server, f"{i} {text}", 60) for i in range(3)]
+        ends = [pool.submit(listen, server, f"{i} {text}", 60 + 60 * (i == 2)) for i in range(3)]
         wait_for(lambda: server.metric("vllm:kv_compress_requests_total") > before)
         server.process.send_signal(signal.SIGTERM)
         assert [end.result(timeout=600) for end in ends] == ["length"] * 3

@@ -20,21 +20,30 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LENGTHS = (300, 700, 90)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 METHODS = ("snapkv", "cake")
+ROUNDS = [(method, 12) for method in METHODS]
 Done = subprocess.CompletedProcess[str]
-SETTINGS = settings("snapkv", 0.2, log_requests=True, allow_override="all")
+LONG = 150  # tokens of an answer that is packed again as it grows
+SETTINGS = settings(
+    "snapkv",
+    0.2,
+    log_requests=True,
+    allow_override="off,cake",
+    decode_budget=96,
+    decode_interval=32,
+)
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, settings, methods, prompts = json.loads(sys.argv[1])
+    model, settings, rounds, prompts = json.loads(sys.argv[1])
     llm = LLM(
         model, tensor_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
         dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
         num_gpu_blocks_override=129,
     )
-    for method in methods:
+    for method, tokens in rounds:
         params = SamplingParams(
-            temperature=0, max_tokens=12, ignore_eos=True, extra_args={"kv_compress": method}
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args={"kv_compress": method}
         )
         inputs = [{"prompt_token_ids": p} for p in prompts]
         done = llm.generate(inputs, params, use_tqdm=False)
@@ -56,12 +65,12 @@ def model(tmp_path_factory):
     return make("llama-gqa", tmp_path_factory.mktemp("ranks"))
 
 
-def start(model: str, methods: Sequence[str], **environment: str) -> Done:
+def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> Done:
     """Run the script: one engine of two ranks."""
     script = Path(model).with_name("script.py")
     script.write_text(SCRIPT)
     return subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, methods, PROMPTS])],
+        [sys.executable, str(script), json.dumps([model, SETTINGS, rounds, PROMPTS])],
         capture_output=True,
         text=True,
         timeout=600,
@@ -79,27 +88,37 @@ def start(model: str, methods: Sequence[str], **environment: str) -> Done:
 @pytest.fixture(scope="module")
 def on_two(model):
     """By method, the answers of one engine of two ranks; and what its ranks logged."""
-    done = start(model, METHODS)
+    done = start(model, [*ROUNDS, ("snapkv", LONG)])
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
     answers = [json.loads(line.removeprefix("ANSWERS ")) for line in lines]
-    return dict(zip(METHODS, answers, strict=True)), done.stdout + done.stderr
+    return dict(zip((*METHODS, "long"), answers, strict=True)), done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def on_one(model):
     """By method, and uncompressed as ``off``, the answers of one rank, in this process."""
     with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
-        return {
+        answers = {
             method: llm.generate(PROMPTS, 12, extra_args={"kv_compress": method})
             for method in (*METHODS, "off")
         }
+        again = llm.watch_repacking()
+        answers["long"] = llm.generate(PROMPTS, LONG)
+        assert len(again) >= 3 * len(PROMPTS)
+        return answers
 
 
 def test_two_ranks_answer_as_one(on_two, on_one):
     """SnapKV chooses per KV head: which rank a head is on makes no difference."""
     answers, _ = on_two
     assert answers["snapkv"] == on_one["snapkv"]
+
+
+def test_two_ranks_pack_an_answer_again_as_one(on_two, on_one):
+    """Each its own heads, to the same number of pages: the whole answers are the same."""
+    answers, _ = on_two
+    assert answers["long"] == on_one["long"]
 
 
 def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_two, on_one):
@@ -113,14 +132,14 @@ def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_t
     line = r"request=(\S+) prompt_tokens=(\d+) kept_tokens=(\S+) .*blocks_after=(\d+)"
     kept = Counter(re.findall(line, log))
     long = [length for length in LENGTHS if length >= 128]
-    assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(long * len(METHODS))
+    assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(long * (len(METHODS) + 1))
     assert set(kept.values()) == {2}, kept  # both ranks say the same
 
 
 def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(model, tmp_path):
     """Its layers would read what was never packed: it ends, and with it the engine."""
     (tmp_path / "sitecustomize.py").write_text(SECOND_FAILS)
-    done = start(model, METHODS[:1], PYTHONPATH=str(tmp_path))
+    done = start(model, ROUNDS[:1], PYTHONPATH=str(tmp_path))
     log = done.stdout + done.stderr
     assert done.returncode != 0
     assert "ANSWERS" not in log
