@@ -23,8 +23,10 @@ FLAGS = [
     *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
     *("--kv-allow-override", "off,snapkv", "--num-gpu-blocks-override", str(BLOCKS)),
     *("--kv-decode-budget", "128"),  # packed again 128 tokens after the prompt's last block
+    *("--kv-max-whole", "600", "--kv-piece", "256"),  # every prompt but the longest stands whole
 ]
 DONE = {"length", "stop"}
+PACKED = "repacked_answers", "packed_pieces"
 
 
 @pytest.fixture(scope="module")
@@ -104,25 +106,30 @@ def test_a_pool_for_one_serves_all_who_come(server, text):
 
 
 def test_clients_that_hang_up_leave_nothing_behind(server, text):
-    """In the prefill, after the compression, in mid-answer, once the answer was packed again:
-    blocks and files come back."""
+    """Blocks and files come back.
+
+    In the prefill, whole or between two pieces, after the compression, in mid-answer, and once the
+    answer was packed again.
+    """
     with streaming(server, text, 2) as events:
         list(events)
     wait_for(lambda: idle(server))
     held = [p.num_fds() for p in processes(server)]
 
     def leave(index):
-        with streaming(server, f"{index} {text}", 200) as events:
+        longer = text[: len(text) // 5] if index in (0, 2, 4) else ""
+        with streaming(server, f"{index} {text} {longer}", 200) as events:
             if index % 3:
                 for _ in range(index if index < 5 else 120):
                     next(events)
 
-    before = server.metric("vllm:kv_compress_repacked_answers_total")
+    before = [server.metric(f"vllm:kv_compress_{what}_total") for what in PACKED]
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             list(pool.map(leave, range(6)))
     wait_for(lambda: idle(server))
-    assert server.metric("vllm:kv_compress_repacked_answers_total") >= before + 2
+    after = [server.metric(f"vllm:kv_compress_{what}_total") for what in PACKED]
+    assert all(new >= old + 2 for new, old in zip(after, before, strict=True)), (before, after)
     wait_for(lambda: [p.num_fds() for p in processes(server)] <= held)
     assert listen(server, text, 4) == "length"
 
