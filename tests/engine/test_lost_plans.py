@@ -223,7 +223,7 @@ def test_a_lost_plan_that_only_packs_an_answer_again_is_noticed(llm):
     with pytest.raises(SeamError, match=r"\['short-.*'\], came back with none acknowledged"):
         delivered(llm, seen, steps=100)
     (lost,) = (step for step, plan in enumerate(plans) if plan is not None and plan.repack)
-    assert not (plans[lost].compress or plans[lost].observe or plans[lost].grow)
+    assert not any((plans[lost].compress, plans[lost].observe, plans[lost].grow))
     (given,) = seen.values()
     assert given == right[: len(given)]
     assert len(given) <= lost
