@@ -11,6 +11,7 @@ prefill step, one that computes only decodes is a decode step.
 * bound: vLLM alone with prompts of budget x prompt tokens: what decoding costs when nothing is
   left of the dropped tokens, so the most that any compression can win on this machine
 * idle: plugin on, every prompt under the threshold
+* ready: the same, with a decode budget and prompts in pieces, which no request reaches
 """
 
 import argparse
@@ -24,7 +25,8 @@ from typing import Any
 from engine_bench import blocks_in_use, in_this_process, tell
 from origin import commit, machine
 
-CONFIGURATIONS = ("off", "on", "bound", "idle")
+CONFIGURATIONS = ("off", "on", "bound", "idle", "ready")
+LONG = 1_000_000
 
 
 def parse_args() -> argparse.Namespace:
@@ -75,8 +77,11 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
     from vllm_kvcompress.demo.text import english
 
     settings = {"compress": args.method, "budget": args.budget}
-    if name == "idle":
-        settings["min_prompt"] = 1_000_000
+    if name in ("idle", "ready"):
+        settings["min_prompt"] = LONG
+    if name == "ready":
+        settings |= {"decode_budget": LONG, "max_whole": LONG}
+    compressed = name not in ("off", "bound")
     llm = LLM(
         args.model,
         max_model_len=8192,
@@ -84,7 +89,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
         dtype=args.dtype,
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
-        **({"additional_config": {"kvcompress": settings}} if name in ("on", "idle") else {}),
+        **({"additional_config": {"kvcompress": settings}} if compressed else {}),
     )
     made = Contender(llm)
     if name == "on":
@@ -145,11 +150,11 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         ratios["decode_speedup"] = ratio("off", "on")
     if {"off", "bound"} <= contenders.keys():
         ratios["decode_speedup_bound"] = ratio("off", "bound")
-    for name in {"on", "idle"} & contenders.keys() if "off" in contenders else ():
+    for name in {"on", "idle", "ready"} & contenders.keys() if "off" in contenders else ():
         pairs = zip(contenders[name].prefill, contenders["off"].prefill, strict=True)
         ratios[f"{name}_prefill_step"] = round(statistics.median(x / y for x, y in pairs), 3)
-    if {"off", "idle"} <= contenders.keys():
-        ratios["idle_decode_step"] = ratio("idle", "off")
+    for name in {"idle", "ready"} & contenders.keys() if "off" in contenders else ():
+        ratios[f"{name}_decode_step"] = ratio(name, "off")
     return {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_engine.py", *sys.argv[1:]]),

@@ -22,6 +22,12 @@ class DecodeSettings(BaseModel):
     decode_window: int | None = Field(default=None, ge=0, le=128)
     """Last tokens whose queries judge what is held, always kept; None: the method's, at most 8."""
 
+    @field_validator("decode_budget", mode="before")
+    @classmethod
+    def _no_budget(cls, value: Any) -> Any:
+        # a manifest's arguments are always the same ones
+        return None if value == "none" else value
+
     @field_validator("decode_budget", "decode_interval", "decode_window", mode="before")
     @classmethod
     def _tokens(cls, value: Any) -> Any:

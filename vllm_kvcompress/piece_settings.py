@@ -19,6 +19,12 @@ class PieceSettings(BaseModel):
     piece: int = Field(default=USUAL_PIECE, ge=1)
     """Tokens of a prompt between two packings; a multiple of the block."""
 
+    @field_validator("max_whole", mode="before")
+    @classmethod
+    def _no_limit(cls, value: Any) -> Any:
+        # a manifest's arguments are always the same ones
+        return None if value == "none" else value
+
     @field_validator("max_whole", "piece", mode="before")
     @classmethod
     def _tokens_of_a_prompt(cls, value: Any) -> Any:

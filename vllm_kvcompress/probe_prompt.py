@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import Growth
 from vllm_kvcompress.plan import PagePlan
 
 ANSWER = 24
@@ -33,8 +34,12 @@ class Limits:
 
     @property
     def answer(self) -> int:
-        """Tokens to ask for."""
-        return max(ANSWER, self.settings.min_output)
+        """Tokens to ask for: where answers are bounded, so many that one may be packed again."""
+        least = max(ANSWER, self.settings.min_output)
+        if self.settings.decode_budget is None:
+            return least
+        # from the start of the prompt's last block to the end of one, and a step that reads it
+        return max(least, self.settings.decode_interval + self.block_size + 2)
 
     def plan(self, tokens: int) -> PagePlan | None:
         """What becomes of a prompt of `tokens`; None when it is left whole."""
@@ -68,4 +73,29 @@ class Limits:
 
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Blocks that a compressed request holds once `computed` of its tokens are."""
-        return plan.blocks + -(-computed // self.block_size) - plan.full_blocks
+        pages, first_block, _ = self._after(plan, computed)
+        return -(-pages // self.layers) + -(-computed // self.block_size) - first_block
+
+    def times_repacked(self, plan: PagePlan) -> int:
+        """How often the answer is packed again."""
+        return self._after(plan, plan.tokens + self.answer)[2]
+
+    def _after(self, plan: PagePlan, computed: int) -> tuple[int, int, int]:
+        """Pages that are packed by then, the first block that is not, and how often it was."""
+        if self.settings.decode_budget is None:
+            return plan.pages, plan.full_blocks, 0
+        growth = Growth(
+            settings=self.settings,
+            num_layers=self.layers,
+            block_size=self.block_size,
+            prefilled=plan.tokens,
+            last=plan.tokens + self.answer,
+        )
+        growth.prefill_packed(plan)
+        times = 0
+        for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
+            again = growth.plan(blocks * self.block_size)
+            if again is not None:
+                growth.packed(again, blocks)
+                times += 1
+        return growth.pages, growth.first_block, times

@@ -162,6 +162,22 @@ def test_a_prompt_longer_than_the_pool_is_examined(examined, tiny):
     assert all(sum(share) < len(share) / 2 for share in kept["share"])
 
 
+@pytest.mark.parametrize("method", ["cake", "d2o"])
+def test_an_answer_that_is_bounded_is_examined(method, examined, tiny, monkeypatch):
+    """It is packed again once, however large the budget; a worker that does not is found."""
+    bounded = ["--kv-compress", method, "--kv-decode-budget", "4096"]
+    flags = [*TINY, *bounded, "--kv-decode-interval", "32"]
+    found = checks(examined("doctor", tiny, "--json", *flags))
+    assert list(found) == [*WELL[:-2], "answer", *WELL[-2:]]
+    assert all(check["ok"] for check in found.values()), found
+    assert "1 of 1 ranks packed the answer again" in found["answer"]["detail"]
+    if method == "cake":
+        monkeypatch.setattr(PromptCompressor, "_pack_again", lambda self: None)
+        found = checks(examined("doctor", tiny, "--json", *flags))
+        assert "does not bound it" in found["answer"]["detail"]
+        assert [name for name, check in found.items() if not check["ok"]] == ["answer"]
+
+
 def test_without_a_model_it_checks_the_installation(examined):
     done = examined("doctor", "--json")
     assert list(checks(done)) == WELL[:3]

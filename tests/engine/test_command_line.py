@@ -58,6 +58,18 @@ def test_flags_reach_additional_config(model):
     }
 
 
+@pytest.mark.parametrize("method", ["off", "cake"])
+def test_what_a_manifest_calls_none_is_not_given(method, model):
+    def settings(budget, whole):
+        flags = ["--kv-compress", method, "--kv-decode-budget", budget, "--kv-max-whole", whole]
+        return engine_args(model, *flags).additional_config["kvcompress"]
+
+    assert settings("none", "none") == {"compress": method}
+    if method != "off":
+        asked = {"compress": method, "decode_budget": 512, "max_whole": 4096}
+        assert settings("512", "4096") == asked
+
+
 def test_flags_win_over_additional_config_and_a_wrong_one_is_refused(model):
     given = '{"kvcompress": {"compress": "cake", "budget": 0.5, "window": 8}}'
     got = engine_args("--model", model, "--additional-config", given, "--kv-budget", "0.1")

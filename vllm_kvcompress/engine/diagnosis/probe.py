@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.checks import Check
-from vllm_kvcompress.engine.diagnosis.recording import record, recorded
+from vllm_kvcompress.engine.diagnosis.recording import record, recorded, repacked
 from vllm_kvcompress.kept import KeptMap
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.probe_prompt import Limits
@@ -25,6 +25,7 @@ class Outcome:
         answered: tokens of the answer.
         packed: per rank, prompts that its worker says it has packed meanwhile.
         records: per rank, what its packer moved.
+        repacked: per rank, how often it packed an answer again.
     """
 
     free_before: int
@@ -33,6 +34,7 @@ class Outcome:
     blocks_held: list[tuple[int, int]] = field(default_factory=list)
     packed: list[int] = field(default_factory=list)
     records: list[list[dict[str, Any]]] = field(default_factory=list)
+    repacked: list[int] = field(default_factory=list)
 
 
 def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: int) -> Outcome:
@@ -72,6 +74,7 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
     after = executor.collective_rpc(_packed)
     outcome.packed = [b - a for a, b in zip(before, after, strict=True)]
     outcome.records = executor.collective_rpc(recorded)
+    outcome.repacked = executor.collective_rpc(repacked)
     return outcome
 
 
@@ -82,7 +85,10 @@ def _packed(wrapper: Any) -> int:
 
 def judge(outcome: Outcome, plan: PagePlan, limits: Limits) -> list[Check]:
     """What `outcome` says about whether compression works."""
-    return [_worker(outcome, plan), _blocks(outcome, plan, limits), _pool(outcome)]
+    checks = [_worker(outcome, plan), _blocks(outcome, plan, limits), _pool(outcome)]
+    if limits.settings.decode_budget is not None:
+        checks.insert(1, _answer(outcome, plan, limits))
+    return checks
 
 
 def _worker(outcome: Outcome, plan: PagePlan) -> Check:
@@ -102,6 +108,18 @@ def _worker(outcome: Outcome, plan: PagePlan) -> Check:
             " that replaces vLLM's worker or its attention"
         )
     return Check(name="worker", ok=ok, detail=detail)
+
+
+def _answer(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
+    planned, ranks = limits.times_repacked(plan), len(outcome.repacked)
+    if ok := planned > 0 and all(times == planned for times in outcome.repacked):
+        detail = f"{ranks} of {ranks} ranks packed the answer again as it grew"
+    else:
+        detail = (
+            f"the ranks packed the answer again {outcome.repacked} times, each must do so {planned}"
+            " times: --kv-decode-budget is on and does not bound it"
+        )
+    return Check(name="answer", ok=ok, detail=detail)
 
 
 def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:

@@ -18,6 +18,7 @@ from vllm_kvcompress.pipeline import Method, Observed
 from vllm_kvcompress.plan import PagePlan
 
 _RECORDS = "_kvcompress_records"
+_REPACKED = "_kvcompress_repacked"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,16 @@ def record(wrapper: Any, buckets: int) -> None:
         return pack(dataclasses.replace(finished, method=_Watched(**own, on_select=on_select)))
 
     packer.pack = packing  # type: ignore[method-assign]
+    repacker, again = compressor.repacker, list[int]()
+    setattr(packer, _REPACKED, again)
+    run = repacker.run
+
+    def running(due: Sequence[Due]) -> dict[str, torch.Tensor]:
+        again.append(sum(not each.todo.prefill for each in due))
+        kept: dict[str, torch.Tensor] = run(due)
+        return kept
+
+    repacker.run = running
 
     def on_end(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
         records.append(_counted(plan, pages, kept, buckets))
@@ -128,6 +139,12 @@ def recorded(wrapper: Any) -> list[dict[str, Any]]:
     """Per prompt that this worker has packed since `record`: see `_counted`."""
     compressor = wrapper.worker.compressor
     return [] if compressor is None else list(getattr(compressor.packer, _RECORDS))
+
+
+def repacked(wrapper: Any) -> int:
+    """How often this worker has packed an answer again since `record`."""
+    compressor = wrapper.worker.compressor
+    return 0 if compressor is None else sum(getattr(compressor.packer, _REPACKED))
 
 
 def _counted(

@@ -83,14 +83,18 @@ def _plan(limits: Limits, tokens: int) -> PagePlan:
 def parse(arguments: list[str]) -> EngineArgs:
     """vLLM's own reading of its flags, ours among them.
 
-    Without --kv-pressure: a lone prompt in an empty pool would be left whole.
+    Without --kv-pressure: a lone prompt in an empty pool would be left whole. And with the smallest
+    decode budget, where there is one: a short answer is packed again then.
     """
     engine_args = EngineArgs.from_cli_args(parser().parse_args(arguments))
     settings = active_settings(engine_args.additional_config)
     more = engine_args.additional_config or {}
-    if settings is not None and settings.pressure:
-        eager = settings.model_copy(update={"pressure": 0.0})
-        more = attach_settings(more, eager)
+    if settings is not None:
+        eager = {"pressure": 0.0} if settings.pressure else dict[str, Any]()
+        if settings.decode_budget is not None:
+            windows = [variant.resolved_decode_window for variant in settings.variants]
+            eager["decode_budget"] = max(windows) + 1
+        more = attach_settings(more, settings.model_copy(update=eager))
     # a copy, which does not end the command where the model is refused: that is a finding
     return dataclasses.replace(engine_args, additional_config=more)
 

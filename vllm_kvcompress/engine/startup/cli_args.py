@@ -62,7 +62,7 @@ FLAGS = {
     "--kv-decode-budget": (
         "decode_budget",
         "TOKENS",
-        "Tokens per layer that a request may hold while it answers; without it answers grow.",
+        "Tokens per layer that a request may hold while it answers; none: answers grow.",
     ),
     "--kv-decode-interval": (
         "decode_interval",
@@ -72,7 +72,8 @@ FLAGS = {
     "--kv-max-whole": (
         "max_whole",
         "TOKENS",
-        "Prompts longer than this are packed piece by piece, and may be longer than the KV pool.",
+        "Prompts longer than this are packed piece by piece, and may be longer than the KV pool;"
+        " none: all stand whole.",
     ),
     "--kv-piece": (
         "piece",
