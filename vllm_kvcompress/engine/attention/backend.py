@@ -46,6 +46,12 @@ def layers_of(batch_metadata: Any) -> LayerMetadata | None:
     return layers
 
 
+def keeps_queries(batch_metadata: Any) -> bool:
+    """Whether the page pool's ring knows where this batch's queries go."""
+    known = layers_of(batch_metadata) is not None
+    return known or bool(getattr(batch_metadata, "kvcompress_ring", False))
+
+
 class CompressedBuilder:
     """Mixin before a metadata builder: hands the batch to the compressor."""
 
@@ -75,6 +81,16 @@ class CompressedBuilder:
         if pool.ring is not None:
             pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
         return found
+
+    @staticmethod
+    def _follow(
+        pool: PagePool, common: CommonAttentionMetadata, slots: list[int], batch_metadata: Any
+    ) -> None:
+        """Where the queries of growing answers go, where every layer reads vLLM's own blocks."""
+        pool.follow(slots, common.seq_lens, len(slots))
+        if pool.ring is not None:
+            pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
+            batch_metadata.kvcompress_ring = True
 
 
 class CompressedImpl(ABC):
@@ -138,7 +154,7 @@ class CompressedImpl(ABC):
         **kwargs: Any,
     ) -> torch.Tensor:
         compressor = self._compressor
-        own = layers_of(attn_metadata)
+        own, keeps = layers_of(attn_metadata), keeps_queries(attn_metadata)
         if compressor is not None and own is not None:
             kv_cache, attn_metadata = compressor.pool.pages, own[self._layer]
         result: torch.Tensor = super().forward(  # type: ignore[misc]
@@ -146,7 +162,7 @@ class CompressedImpl(ABC):
         )
         if compressor is None:
             return result
-        if own is not None and compressor.pool.ring is not None:
+        if keeps and compressor.pool.ring is not None:
             compressor.pool.ring.store(self._layer, query)
         if compressor.watching:
             compressor.after_attention(self._layer, query)

@@ -45,6 +45,10 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         slots = self._slots(compressor, common)
         if not any(slots):
             return super().build(common_prefix_len, common, fast_build)
+        if compressor.pool.none_packed(slots) and not compressor.packs_again:
+            batch = super().build(common_prefix_len, common, fast_build)
+            self._follow(compressor.pool, common, slots, batch)
+            return batch
         return self._build_per_layer(compressor.pool, common, slots)
 
     def _build_per_layer(

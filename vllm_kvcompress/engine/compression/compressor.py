@@ -206,6 +206,11 @@ class PromptCompressor:
         return bool(step.observe or step.compress or in_pieces)
 
     @property
+    def packs_again(self) -> bool:
+        """Whether this step's batch, laid out, is followed by work on what requests hold."""
+        return bool(self._due or self._additions)
+
+    @property
     def watching(self) -> bool:
         """Whether `after_attention` has anything to do in this step."""
         return bool(self._spans)

@@ -124,6 +124,8 @@ class PagePool:
         self.thresholds: Thresholds | None = None
         self._num_blocks = int(layers[0].shape[0])
         self._slots: dict[str, int] = {}
+        # Those of requests that read packed pages.
+        self._reading: set[int] = set()
         self._free = list(range(max_requests, 0, -1))
 
     @property
@@ -210,6 +212,7 @@ class PagePool:
         if request_id not in self._slots:
             self._slots[request_id] = self._free.pop()
         slot = self._slots[request_id]
+        self._reading.add(slot)
         self._first_block[slot] = first_block
         self._num_packed[slot] = counts
         column = torch.arange(self._packed.shape[2], device=pages.device)
@@ -222,7 +225,12 @@ class PagePool:
         """Drop a request that finished or was preempted; nothing happens if it is unknown."""
         slot = self._slots.pop(request_id, None)
         if slot is not None:
+            self._reading.discard(slot)
             self._free.append(slot)
+
+    def none_packed(self, slots: Sequence[int]) -> bool:
+        """Whether all of these requests read nothing but vLLM's own blocks."""
+        return self._reading.isdisjoint(slots)
 
     def slots(self, request_ids: Sequence[str]) -> list[int]:
         """The slot of each request of a batch; 0 where it was not compressed."""
@@ -242,11 +250,7 @@ class PagePool:
             seq_lens: ``[>= len(slots)]`` int32, in tokens.
             rows: rows of the batch, padding included; padded ones have length 0.
         """
-        if slots != self._uploaded:
-            if len(slots) != len(self._uploaded):
-                self._live.fill_(len(slots))
-            self._uploaded = slots
-            async_tensor_h2d(slots, out=self._row_slots[: len(slots)])
+        self.follow(slots, seq_lens, rows)
         page_tables(
             block_table,
             seq_lens,
@@ -261,9 +265,21 @@ class PagePool:
             self._tables,
             self._lengths,
         )
-        if self.ring is not None:
-            self.ring.follow(self._row_slots, seq_lens, self._live, rows)
         if rows not in self._views:
             tables, lengths = self._tables[:, :rows], self._lengths[:, :rows]
             self._views[rows] = LayerTables(tables.unbind(), lengths.unbind())
         return self._views[rows]
+
+    def follow(self, slots: list[int], seq_lens: torch.Tensor, rows: int) -> None:
+        """Tell the device whose rows these are, and the ring where their queries go; no sync.
+
+        Args:
+            slots, seq_lens, rows: as in `tables`.
+        """
+        if slots != self._uploaded:
+            if len(slots) != len(self._uploaded):
+                self._live.fill_(len(slots))
+            self._uploaded = slots
+            async_tensor_h2d(slots, out=self._row_slots[: len(slots)])
+        if self.ring is not None:
+            self.ring.follow(self._row_slots, seq_lens, self._live, rows)
