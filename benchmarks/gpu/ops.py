@@ -268,7 +268,17 @@ _VALUES = value_scores, value_scores_reference.run, value_args
 _NORMS = value_norms, value_norms_reference.run, norm_args
 _COSINES = key_cosines, key_cosines_reference.run, cosine_args
 _COLUMNS = column_sums, column_sums_reference.run, column_args
-_MERGE = merge_evicted, merge_evicted_reference.run, merge_args
+
+
+def merged(*args: Any) -> Any:
+    """The reference of `merge_evicted`, for a prompt: nothing was evicted before."""
+    tokens, kept, counts = args[3:6]
+    lengths, beta = torch.full_like(counts, tokens), 0.7
+    threshold = torch.full(kept.shape[:2], torch.nan, device=kept.device)
+    return merge_evicted_reference.run(*args, False, lengths, threshold, beta)
+
+
+_MERGE = merge_evicted, merged, merge_args
 
 OPS = (
     window_op("window_scores"),
