@@ -206,6 +206,36 @@ def test_an_answer_depends_on_its_own_tokens(checkpoints_folder, keep_async_sche
         llm.settle()
         assert llm.free_blocks == free
 
+    tight = dict(blocks=14, max_model_len=416, enable_prefix_caching=False)
+    with engine(model, additional_config=BOTH, **tight) as llm:
+        in_place = llm.watch_packing(lambda finished: finished.todo.in_place)
+        for index, asked in enumerate(ASKED):
+            got = llm.generate([PROMPTS[2]], 110, extra_args=asked)[0]
+            assert got == alone[index][2][:110]
+        assert in_place == [True, True], "the pool was meant to have no room beside the prompt"
+
+
+@once
+def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
+    """Sums and thresholds are of what is computed again: nothing of the first time is left."""
+    model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]
+    # in tokens: a ratio would be of a longer prompt then
+    config = settings("h2o", 100, decode_budget=128, decode_interval=INTERVAL, allow_override="d2o")
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        cuts, got = llm.watch_preemptions(), {}
+        for i, (prompt, asked) in enumerate(zip(prompts, ASKED, strict=True)):
+            llm.submit(str(i), prompt, 150, extra_args=asked)
+        for step in range(1000):
+            if step in (20, 90, 120):
+                assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+            for request_id, output in llm.step().items():
+                got[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+            if not llm.llm.llm_engine.has_unfinished_requests():
+                break
+        assert {len(each) for each in cuts.values()} == {3}
+        for i, (prompt, asked) in enumerate(zip(prompts, ASKED, strict=True)):
+            llm.alone(prompt, 150, got[str(i)], cuts[str(i)], extra_args=asked)
+
 
 @once
 def test_what_holds_everything_changes_nothing(checkpoints_folder):
