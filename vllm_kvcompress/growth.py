@@ -83,8 +83,11 @@ class Growth:
     @property
     def may_be_packed(self) -> bool:
         """Whether its longest answer holds more than it may, at a step that another one follows."""
-        blocks = (self.last - 2) // self.block_size - self.first_block
+        end = (self.last - 2) // self.block_size
+        blocks = end - self.first_block
         if blocks * self.block_size < self.settings.decode_interval:
+            return False
+        if end * self.block_size - self.prefilled < max(self.settings.resolved_decode_window, 1):
             return False
         return self.pages + self.num_layers * blocks > self.cap
 

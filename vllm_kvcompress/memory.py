@@ -14,6 +14,8 @@ _ALIGNED = 16
 """Rows of int32 are padded to a multiple of this: each layer's starts at 64 bytes."""
 _PREFILLS = 16
 """Prompts that keep window queries at once; those beyond live off the activations."""
+_ADDED = 4
+"""Answers whose queries since the last time are gathered at once."""
 _STAGED_SHARE = 8
 """Answers that are packed together wait in a buffer of one longest prompt's pages over this."""
 
@@ -87,6 +89,14 @@ def answers_at_once(plan: PagePlan, longest: int) -> int:
     return max(min(longest // plan.tokens, room // plan.pages), 1)
 
 
+def additions_at_once(most: int, longest: int) -> int:
+    """Answers whose latest attention is added up together, the longest of `most` tokens.
+
+    Their queries are gathered, so they are few; what else they take is as in `answers_at_once`.
+    """
+    return max(min(longest // most, _ADDED), 1)
+
+
 def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
 
@@ -119,21 +129,23 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """Bytes of the last queries ``[L, w, Hq, D]`` of every request whose answer is bounded.
 
+    And of those that are gathered at once, where an interval's attention is added up.
     What packing answers takes is within what one longest prompt's takes, but for the buffer that
     `extra_bytes` counts: as many are packed together as fit there (`answers_at_once`).
     """
     row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
-    return (sizes.max_requests + 1) * ring_window(settings) * row
+    gathered = _ADDED if any(adds_up(variant) for variant in settings.variants) else 0
+    return (sizes.max_requests + 1 + gathered) * ring_window(settings) * row
 
 
 def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Bytes beside every block: a float32 per KV head and token (`AttentionSums`).
+    """Bytes beside every block: a float32 per KV head and token, and where it is (`AttentionSums`).
 
     0 unless a method that ranks an answer by the attention of all its rows may be asked for.
     """
     if not any(adds_up(variant) for variant in settings.variants):
         return 0
-    return sizes.layers * sizes.kv_heads * sizes.block_size * _FLOAT
+    return sizes.layers * sizes.kv_heads * (sizes.block_size * _FLOAT + _INT)
 
 
 def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> int:

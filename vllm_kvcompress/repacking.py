@@ -241,8 +241,8 @@ def _variance(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """``[N, Hkv]``: the sample variance of each row's first ``lengths[r]`` of ``[N, Hkv, W]``."""
     count = lengths[:, None, None]
     held = torch.arange(sums.shape[2], device=sums.device) < count
-    mean = sums.where(held, 0).sum(-1, keepdim=True) / count.clamp(min=1)
-    return (sums - mean).where(held, 0).square().sum(-1) / (count[..., 0] - 1).clamp(min=1)
+    mean = sums.where(held, 0).sum(-1, keepdim=True) / count
+    return (sums - mean).where(held, 0).square().sum(-1) / (count[..., 0] - 1)
 
 
 def attention_paid(rows: Rows, query: torch.Tensor, at_once: int) -> torch.Tensor:
@@ -286,8 +286,7 @@ def _paid(rows: Rows, query: torch.Tensor) -> torch.Tensor:
         )
         paid[..., : rows.most - count] += past
         at = (lengths - count)[:, None] + torch.arange(count, device=lengths.device)
-        # nothing is held where kernels are warmed up
-        paid.scatter_add_(2, at.long().clamp(min=0)[:, None].expand(-1, kv_heads, -1), recent)
+        paid.scatter_add_(2, at.long()[:, None].expand(-1, kv_heads, -1), recent)
     return paid
 
 

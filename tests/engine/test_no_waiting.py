@@ -60,13 +60,47 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     assert names.count("_move_kernel") >= 1 + in_place
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        *("cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"),
-        *("caote", "fastcaote", "h2o", "d2o"),
-    ],
-)
+BOUNDING = [
+    *("cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"),
+    *("caote", "fastcaote", "h2o", "d2o"),
+]
+
+
+@pytest.mark.parametrize("preset", BOUNDING)
+def test_warming_up_writes_nothing_but_the_null_block(preset):
+    """With real tensors, whose indices must be in range; whatever the method finds there."""
+    pool = pool_on("cpu")
+    pool.pages.normal_()
+    before = pool.pages.clone()
+    given = {"compress": preset, "decode_budget": 64, "decode_interval": 4 * BLOCK}
+    settings = CompressionConfig.parse(given)
+    pool.remember(KV_HEADS, sums=adds_up(settings), thresholds=merges(settings))
+    if kept := ring_window(settings):
+        pool.ring = query_ring.QueryRing(
+            layers=LAYERS,
+            slots=4,
+            window=kept,
+            heads=HEADS,
+            dim=DIM,
+            max_rows=4,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+    packing = repacker.Repacker(
+        Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS), pool.ring
+    )
+    packing.warm_up(settings, settings.resolved_decode_window)
+    if not adds_up(settings):
+        asked = HEADS, DIM, torch.bfloat16
+        packing.warm_up(settings, settings.resolved_window, asked)
+    null = pool.every_layer(torch.zeros(1, dtype=torch.int64)).flatten()
+    others = torch.ones(len(before), dtype=torch.bool).index_fill_(0, null, False)
+    assert torch.equal(pool.pages[others], before[others])
+    assert not pool.busy
+    assert not pool._lengths.any()
+
+
+@pytest.mark.parametrize("preset", BOUNDING)
 def test_an_answer_that_is_packed_again(preset, monkeypatch):
     """The first time, with budgets, and every later time; with queries that the ring kept.
 

@@ -193,3 +193,23 @@ def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
             assert llm.free_blocks == free
             assert list(llm.drain().values()) == [want]
         assert llm.free_blocks == free
+
+
+@once
+def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(checkpoints_folder):
+    """Its prompt stood whole, so nothing said how far hits may go; somebody else asked the same."""
+    model, prompt = make("llama-gqa", checkpoints_folder), tokens(60, seed=8)
+    config = piecewise("snapkv", 0.4, decode_budget=96, decode_interval=BLOCK, allow_override="off")
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        llm.submit("r", prompt, 500)
+        while len(llm.running()) == 0 or llm.running()[0].num_computed_tokens < 400:
+            llm.step()
+        (request,) = llm.running()
+        assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+        planner = llm.manager.planner
+        pieces = planner.pieces_of(request)
+        assert pieces is not None
+        assert planner.plan_of(request.request_id) is None
+        most = request.num_tokens - 1
+        assert planner.longest_hit(request, most) == pieces.first_end - WINDOW < most
+        llm.drain()

@@ -13,11 +13,18 @@ from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.messages.step import Addition, Repack
 from vllm_kvcompress.engine.pages.layouts import Opened
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-from vllm_kvcompress.memory import answers_at_once, layers_at_once
+from vllm_kvcompress.memory import additions_at_once, answers_at_once, layers_at_once
 from vllm_kvcompress.pipeline import Method, Observed, method_of
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.repacking import Rows, adds_up, attention_paid, kept_slots, observe_rows
+from vllm_kvcompress.repacking import (
+    LATEST,
+    Rows,
+    adds_up,
+    attention_paid,
+    kept_slots,
+    observe_rows,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +83,7 @@ class Repacker:
         ordered = sorted(latest, key=lambda each: (each[0].latest, each[0].most))
         for _, group in groupby(ordered, key=lambda each: each[0].latest):
             together = list(group)
-            at_once = max(self._pool.longest // together[-1][0].most, 1)
+            at_once = additions_at_once(together[-1][0].most, self._pool.longest)
             for start in range(0, len(together), at_once):
                 self._add(together[start : start + at_once])
 
@@ -89,9 +96,9 @@ class Repacker:
         place = self._place([row for _, row in latest], most // size)
         lengths = place.rows.lengths
         slots = pool.slots([todo.request_id for todo in todos])
-        query = self._ring.latest(slots, [todo.tokens for todo in todos])[:, :, -count:]
+        query = self._ring.latest(slots, [todo.tokens for todo in todos], count)
         at_once = layers_at_once(pool.longest, place.rows.most)
-        paid = attention_paid(place.rows, query.flatten(0, 1), at_once)
+        paid = attention_paid(place.rows, query, at_once)
         before = pool.sums.read(place.pages)
         # Slots of the latest queries have what was left in their pages.
         column = torch.arange(before.shape[2], device=before.device)
@@ -124,7 +131,7 @@ class Repacker:
         window: int,
         queries: tuple[int, int, torch.dtype] | None = None,
     ) -> None:
-        """Pack what nobody holds: rows of no tokens.
+        """Pack what nobody holds: the null block, as if it were the first request's of a batch.
 
         Args:
             window: queries that choose.
@@ -146,6 +153,7 @@ class Repacker:
             heads, dim, dtype = queries
             nothing = torch.zeros(window, heads, dim, dtype=dtype, device=self._pool.pages.device)
             asked = dict.fromkeys(range(layers), nothing)
+        self._pool.admit("")
         for destination in ((0,) * plan.blocks, ()):
             if asked and not destination:
                 # a prompt's layers divide anew at every boundary
@@ -158,13 +166,20 @@ class Repacker:
                 destination=destination,
                 prefill=queries is not None,
             )
-            self._pool.admit("")
-            if queries is None and adds_up(settings):
-                latest = min(settings.decode_interval, plan.tokens - 1)
-                given = Addition(request_id="", tokens=0, latest=latest, most=plan.tokens)
-                self.add([(given, 0)])
+            self._pool.rehearse(plan.tokens)
             self.run([Due(todo=todo, row=0, queries=asked)])
-            self._pool.forget("")
+        if queries is None and adds_up(settings):
+            self._warm_up_adding(settings.decode_interval)
+        self._pool.rehearse(0)
+        self._pool.forget("")
+
+    def _warm_up_adding(self, interval: int) -> None:
+        """As many queries at once as there are kernels of."""
+        size, most = self._pool.block_size, min(interval, LATEST)
+        for latest in {min(2**power, most) for power in range(3, 8)}:
+            tokens = (latest // size + 1) * size
+            self._pool.rehearse(tokens)
+            self.add([(Addition(request_id="", tokens=0, latest=latest, most=tokens), 0)])
 
     def _run(self, method: Method, due: Sequence[Due]) -> list[torch.Tensor]:
         pool, size = self._pool, self._pool.block_size
@@ -243,8 +258,6 @@ class Repacker:
             thresholds=before.flatten(0, 1),
             values_only=method.values_only,
         )
-        # where kernels are warmed up nothing is held, and nothing kept
-        kept = kept.clamp(min=0)
         after = self._packer.merge_in_place(place.cache, held, kept, counts, targets, total)
         pool.thresholds.write(slots, after.view_as(before))
 
@@ -261,8 +274,7 @@ class Repacker:
             return torch.stack(found)
         assert self._ring is not None, due
         slots = self._pool.slots([each.todo.request_id for each in due])
-        latest = self._ring.latest(slots, [each.todo.tokens for each in due])
-        return latest[:, :, -window:].flatten(0, 1)
+        return self._ring.latest(slots, [each.todo.tokens for each in due], window)
 
     def _places(
         self, method: Method, todo: Repack, observed: list[Observed], held: torch.Tensor

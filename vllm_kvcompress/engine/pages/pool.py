@@ -185,6 +185,11 @@ class PagePool:
         lengths = self._lengths.index_select(1, at)
         return tables.transpose(0, 1).long(), lengths.T.contiguous()
 
+    def rehearse(self, tokens: int) -> None:
+        """From now on row 0 of the batch holds `tokens` of the null block in every layer."""
+        self._tables[:, 0] = 0
+        self._lengths[:, 0] = tokens
+
     def packed(self, request_id: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A request's packed pages ``[L, max_blocks]`` and how many each layer has ``[L]``, int32.
 

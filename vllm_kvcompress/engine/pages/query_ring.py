@@ -89,19 +89,24 @@ class QueryRing:
         own = query[:rows] if self._one_each else query.index_select(0, self._tokens[:rows])
         self._layers[layer].index_copy_(0, self._index[:rows], own)
 
-    def latest(self, slots: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """The last w queries ``[R, L, w, Hq, D]`` of some requests, in the order of positions.
+    def latest(self, slots: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
+        """The last queries ``[R * L, count, Hq, D]`` of R requests, in the order of positions.
+
+        The layers of a request lie one after the other.
 
         Args:
             slots: of the requests.
             tokens: how many of each were computed.
+            count: how many queries of each, at most w.
         """
-        w = self.window
-        places = [
-            slot * w + (count - w + i) % w
-            for slot, count in zip(slots, tokens, strict=True)
-            for i in range(w)
+        w, (layers, places) = self.window, self._queries.shape[:2]
+        latest = [
+            slot * w + (computed - count + i) % w
+            for slot, computed in zip(slots, tokens, strict=True)
+            for i in range(count)
         ]
-        at = async_tensor_h2d(places, device=self._queries.device, dtype=torch.int64)
-        found = self._queries.index_select(1, at)
-        return found.view(len(self._layers), len(slots), w, *found.shape[2:]).transpose(0, 1)
+        at = async_tensor_h2d(latest, device=self._queries.device, dtype=torch.int64)
+        layer = torch.arange(layers, device=self._queries.device)[:, None] * places
+        every = at.view(len(slots), 1, count) + layer
+        found = self._queries.flatten(0, 1).index_select(0, every.flatten())
+        return found.view(len(slots) * layers, count, *found.shape[1:])

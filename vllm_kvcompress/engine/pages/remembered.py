@@ -25,8 +25,9 @@ class AttentionSums:
         # In some layouts most flat ids are no page: sums lie side by side all the same.
         self._place: torch.Tensor | None = None
         if named != count:
-            self._place = torch.zeros(named, dtype=torch.int64, device=device)
-            self._place[pages.flatten()] = torch.arange(count, device=device)
+            self._place = torch.zeros(named, dtype=torch.int32, device=device)
+            every = torch.arange(count, dtype=torch.int32, device=device)
+            self._place[pages.flatten()] = every
 
     def read(self, pages: torch.Tensor) -> torch.Tensor:
         """``[N, Hkv, W * bs]`` float32 of the tokens in flat pages ``[N, W]``."""
@@ -53,7 +54,7 @@ class AttentionSums:
 
     def _at(self, pages: torch.Tensor) -> torch.Tensor:
         flat = pages.long()
-        return flat if self._place is None else self._place[flat]
+        return flat if self._place is None else self._place[flat].long()
 
 
 class Thresholds:

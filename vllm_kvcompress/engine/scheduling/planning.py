@@ -113,6 +113,9 @@ class Planner:
         )
         if plan is not None:
             growth.prefill_packed(plan)
+        if not growth.may_be_packed:
+            # Nobody will ask, and its blocks may be others' too, beside which their sums lie.
+            growth.added_up = None
         return growth
 
     def watching(
@@ -218,18 +221,19 @@ class Planner:
         window, or, where that is the whole attention, all of it. Keys and values are read where
         they lie, however they came there.
         """
-        settings = self.admissions.of(request).settings
+        if (pieces := self.pieces_of(request)) is not None:
+            # What lies behind the first packing was computed against what that left.
+            reads_window = Reads.WINDOW in method_of(pieces.settings).reads
+            window = pieces.settings.resolved_window if reads_window else 0
+            return min(pieces.first_end - max(window, 1), max_length)
         if self._watched_whole(request) is not None:
             return 0
+        settings = self.admissions.of(request).settings
         # vLLM always recomputes the last token, so it asks for one less.
         tokens = max_length + 1
         if settings is None or self.admissions.plan(settings, tokens) is None:
             return max_length
         reads = method_of(settings).reads
-        if (pieces := self.pieces_of(request)) is not None:
-            # What lies behind the first packing was computed against what that left.
-            window = settings.resolved_window if Reads.WINDOW in reads else 0
-            return min(pieces.first_end - max(window, 1), max_length)
         if Reads.COLUMN_SUMS in reads:
             return 0
         return tokens - settings.resolved_window if Reads.WINDOW in reads else max_length
