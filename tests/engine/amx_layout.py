@@ -1,4 +1,4 @@
-"""CPU_ATTN's AMX layout on a processor without AMX.
+"""CPU_ATTN's AMX layout on a processor without AMX, and its vector layout on one with it.
 
 vLLM's kernel that writes the layout runs on any x86-64; those that read it do not. Their stand-in
 lays the pages out as the vector kernels want them, by the formulas, and calls these.
@@ -33,6 +33,11 @@ def vector_pages(half: torch.Tensor, offset: torch.Tensor, *, transposed: bool) 
     )
     order = (offset.mT if transposed else offset).flatten()
     return heads[..., order].view(half.shape)
+
+
+def pretend_no_amx(monkeypatch) -> None:
+    """Every engine that starts from now on has the vector kernels and their layout."""
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, **__: "vec")
 
 
 def pretend_amx(monkeypatch) -> None:

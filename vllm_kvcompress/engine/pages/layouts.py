@@ -145,6 +145,8 @@ class _Tiles:
 
     def pack(self, pages: torch.Tensor, ids: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write the pages `ids` whole: the inverse of `unpack`; `tokens` in any strides."""
+        if not len(ids):
+            return  # no elements are contiguous in any strides, and not a word's then
         word = self._word(pages)
         cache = self._split(self._words(pages, word), word, self._digits)
         rows = (tokens if self._by_token else tokens.mT).contiguous()
