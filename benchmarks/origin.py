@@ -11,7 +11,9 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    tiles = any(line.startswith("flags") and " amx_tile" in line for line in lines)
+    cores = f"{os.cpu_count()} cores" + (", with AMX" if tiles else "")
+    return f"{names[0] if names else platform.machine()}, {cores}"
 
 
 def commit() -> str:

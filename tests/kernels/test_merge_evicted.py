@@ -19,7 +19,7 @@ close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.reference)
 
 
-def slow(k, v, kept, values_only=False, taus=None):
+def slow(k, v, kept, values_only=False, taus=None, beta=0.7):
     """docs/methods.md 6 in float64 by loops: k ``[Hkv, S, d]``, v ``[Hkv, S, dv]``.
 
     `taus`, if given, are each head's threshold so far, and become those from now on (7).
@@ -33,7 +33,7 @@ def slow(k, v, kept, values_only=False, taus=None):
             best[i] = max(u), u.index(max(u))
         tau = sum(u for u, _ in best.values()) / max(len(best), 1)
         if taus is not None:
-            tau = tau if math.isnan(taus[g]) else 0.7 * tau + 0.3 * taus[g]
+            tau = tau if math.isnan(taus[g]) else beta * tau + (1 - beta) * taus[g]
             taus[g] = tau if best else taus[g]
         for n, j in enumerate(stay):
             rows = [(math.e, j)]

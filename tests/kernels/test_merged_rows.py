@@ -50,7 +50,8 @@ def test_layers_merge_as_if_alone(dtype, counts, least):
             assert (x[row, :, count:] == 0).all()
 
 
-def test_a_threshold_moves_with_what_is_evicted():
+@pytest.mark.parametrize("beta", [0.7, 0.25])
+def test_a_threshold_moves_with_what_is_evicted(beta):
     """Of rows of their own lengths; where none was, it is the mean, and where nothing is, it stays.
 
     The next eviction goes on from it: what merged once may be dropped then.
@@ -60,16 +61,67 @@ def test_a_threshold_moves_with_what_is_evicted():
     taus = [[math.nan, 0.9], [-0.5, 0.1], [0.3, math.nan]]
     threshold = torch.tensor(taus)
     given = keys, values, pages[:, :-1], 75, kept, stay
+    how = {} if beta == 0.7 else {"beta": beta}
     changed = 0
     for _ in range(2):
-        got = merge_evicted(*given, lengths=lengths, threshold=threshold)
+        before = threshold.clone()
+        got = merge_evicted(*given, lengths=lengths, threshold=threshold, **how)
+        assert got.threshold.data_ptr() != threshold.data_ptr()
+        assert torch.equal(threshold.nan_to_num(9), before.nan_to_num(9))
         for row, (tokens, count) in enumerate(sizes):
             k, v, own = random(heads, tokens, count, 8, seed=row)
             plain = slow(k.numpy(), v.numpy(), own.tolist())
-            want = slow(k.numpy(), v.numpy(), own.tolist(), taus=taus[row])
+            want = slow(k.numpy(), v.numpy(), own.tolist(), taus=taus[row], beta=beta)
             changed += not np.allclose(plain[0], want[0])
             for x, y in zip(got[:2], want, strict=True):
                 np.testing.assert_allclose(x[row, :, :count].flatten(0, 1), y, **close)
         np.testing.assert_allclose(got.threshold, torch.tensor(taus), rtol=1e-5)
         threshold = got.threshold
     assert changed >= 3
+
+
+def test_what_was_merged_is_merged_again():
+    """Three times over: the cache that merging left, and as many tokens behind it, merge again."""
+    heads, kept_tokens, fresh = 2, 20, 12
+    k, v, kept = random(heads, 50, kept_tokens, 8, seed=4)
+    held = k.numpy(), v.numpy()
+    keys, values, taus, threshold = k, v, [math.nan] * heads, None
+    for turn in range(3):
+        counts = torch.tensor([kept_tokens], dtype=torch.int32)
+        key_pages, value_pages, pages = paged(keys, values, 16, seed=turn, dtype=torch.float32)
+        given = key_pages, value_pages, pages[None], keys.shape[1], kept[None], counts
+        got = merge_evicted(*given, threshold=threshold)
+        merged = slow(*held, kept.tolist(), taus=taus)
+        for x, y in zip(got[:2], merged, strict=True):
+            np.testing.assert_allclose(x[0].flatten(0, 1), y, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(got.threshold, torch.tensor([taus]), rtol=1e-4)
+        more = random(heads, fresh, 1, 8, seed=turn + 10)[:2]
+        held = tuple(
+            np.concatenate([x.reshape(heads, kept_tokens, -1), y.numpy()], axis=1)
+            for x, y in zip(merged, more, strict=True)
+        )
+        keys, values = (
+            torch.cat([x[0].double(), y], dim=1) for x, y in zip(got[:2], more, strict=True)
+        )
+        kept = random(heads, kept_tokens + fresh, kept_tokens, seed=turn + 20)[2]
+        threshold = got.threshold
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": torch.full((2,), 75, dtype=torch.int32)}, r"lengths must be \[1\] int32"),
+        ({"lengths": torch.tensor([75])}, r"lengths must be \[1\] int32; got .*int64"),
+        ({"threshold": torch.zeros(1)}, r"threshold must be \[1, 2\] float32; got \(\(1,\)"),
+        ({"threshold": torch.zeros(1, 2).double()}, r"threshold must be .* float32; got .*float64"),
+        ({"beta": -0.1}, r"beta must be in \[0, 1\]; got -0.1"),
+        ({"beta": 1.1}, r"beta must be in \[0, 1\]; got 1.1"),
+        ({"beta": math.nan}, r"beta must be in \[0, 1\]; got nan"),
+    ],
+)
+def test_what_a_threshold_goes_by_is_checked(change, message):
+    keys, values, pages, lengths, kept, stay = batch([(75, 20)], 2, 8, torch.float32)
+    given = keys, values, pages[:, :-1], 75, kept, stay
+    merge_evicted(*given, lengths=lengths, threshold=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match=message):
+        merge_evicted(*given, **change)

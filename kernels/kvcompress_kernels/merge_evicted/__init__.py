@@ -57,8 +57,8 @@ def merge_evicted(
         value bit for bit; with `values_only` every key is.
 
     Raises:
-        ValueError: shapes disagree, nothing is kept, more is kept than there is, or the cache is
-            quantised.
+        ValueError: shapes disagree, nothing is kept, more is kept than there is, `lengths` or
+            `threshold` is of another dtype, `beta` is no share, or the cache is quantised.
     """
     name = "merge_evicted"
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
@@ -84,8 +84,10 @@ def merge_evicted(
     require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
     check_pages(name, pages, tokens, block, rows)
     if lengths is None:
-        lengths = torch.full_like(counts, tokens)
-    require(lengths.shape == (rows,), name, f"lengths must be [{rows}]", tuple(lengths.shape))
+        lengths = torch.full((rows,), tokens, dtype=torch.int32, device=kept.device)
+    right = lengths.shape == (rows,) and lengths.dtype == torch.int32
+    got = tuple(lengths.shape), lengths.dtype
+    require(right, name, f"lengths must be [{rows}] int32", got)
     if threshold is None:
         threshold = torch.full((rows, heads), torch.nan, device=kept.device)
     right = threshold.shape == (rows, heads) and threshold.dtype == torch.float32
