@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.memory import Sizes, extra_bytes
+from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, table_bytes, table_columns
 from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.policies.presets import PRESETS
 
@@ -99,3 +99,47 @@ def test_a_maximum_is_one_map_more(aggregate):
     )
     one_map = SIZES.heads * SIZES.longest * 4
     assert extra_bytes(SIZES, more) - extra_bytes(SIZES, plain) == one_map
+
+
+def longer_than_the_pool(**given):
+    given = {"max_whole": 2048, "piece": 1024, **given}
+    return CompressionConfig.parse({key: value for key, value in given.items() if value})
+
+
+HUGE = Sizes(
+    layers=32, heads=32, kv_heads=8, head_dim=128, itemsize=2, longest=1_000_000, block_size=16,
+    max_requests=256,
+)  # fmt: skip
+WHOLE = 62_512
+"""Blocks of the longest sequence, in rows of 64 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("given", "blocks", "columns"),
+    [
+        # layers share evenly: what a request holds in all is what each of them reads
+        ({"compress": "snapkv", "budget": 0.1}, 15_000, 15_008),
+        ({"compress": "chunkkv", "budget": 1024}, 2_000, 2_000),
+        # 64 blocks are kept of 1,024 tokens, of which one layer may have all but the others' own
+        ({"compress": "cake", "budget": 1024}, 2_000, 4_016),
+        ({"compress": "cake", "budget": 1024, "decode_budget": 2048}, 2_000, 2_000 + 128 * 31),
+        # a tenth of a million tokens, and one layer might have it all
+        ({"compress": "cake", "budget": 0.1}, 15_000, WHOLE),
+        ({"compress": "snapkv", "budget": 0.1, "allow_override": "cake"}, 15_000, WHOLE),
+        # as wide as the longest sequence, and never wider
+        ({"compress": "snapkv", "budget": 0.1}, 100_000, WHOLE),
+        ({"compress": "snapkv", "budget": 0.1}, None, WHOLE),
+        ({"compress": "snapkv", "budget": 0.1, "max_whole": None, "piece": None}, 15_000, WHOLE),
+    ],
+)
+def test_tables_follow_the_pool_where_sequences_may_be_longer(given, blocks, columns):
+    own = longer_than_the_pool(**given)
+    assert table_columns(HUGE, own, blocks) == columns
+    taken = 32 * 4 * columns * (2 * 256 + 1)
+    assert taken <= table_bytes(HUGE, own, blocks) <= 1.01 * taken
+
+
+def test_what_a_layer_cannot_hold_is_not_set_aside():
+    own = longer_than_the_pool(compress="snapkv", budget=0.1)
+    more = [bytes_beside(HUGE, own, blocks * HUGE.block_bytes) for blocks in (4_000, 100_000)]
+    assert more[1] == extra_bytes(HUGE, own) > 4 * more[0]

@@ -6,6 +6,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
+from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.repacking import adds_up, merges, ring_window
 
@@ -59,11 +60,6 @@ class Sizes:
         page = 2 * self.kv_heads * self.head_dim * self.itemsize * self.block_size
         return self.layers * page
 
-    @property
-    def table_bytes(self) -> int:
-        """Packed pages per request slot and tables per row, ``[L, blocks]`` int32 each."""
-        return (self.max_requests + 1 + self.rows) * self.layers * self.blocks * _INT
-
 
 def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
@@ -97,7 +93,42 @@ def additions_at_once(most: int, longest: int) -> int:
     return max(min(longest // most, _ADDED), 1)
 
 
-def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
+def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None) -> int:
+    """Columns of every layer's table: the blocks of the longest sequence, or fewer.
+
+    With `max_whole` a sequence may be longer than the pool, of which no request holds more than
+    all `blocks`. A layer sees its own packed pages there, in place of the blocks that hold those
+    of all layers: as many where layers share evenly. Elsewhere one layer may have what the others
+    can spare, so that a budget in tokens bounds it, and one in shares rarely does.
+
+    Args:
+        blocks: in the pool, at most; None where that is not known.
+    """
+    if blocks is None or settings.max_whole is None:
+        return sizes.blocks
+    uneven = max(_uneven(sizes, settings, variant) for variant in settings.variants)
+    return min(sizes.blocks, _aligned(blocks + uneven))
+
+
+def _uneven(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
+    """Packed pages that one layer may have beyond the blocks that hold all layers'."""
+    if isinstance(method_of(variant).allocator, Uniform):
+        return 0
+    # a shorter prompt's tail may leave each layer one more
+    pages = _most_pages(sizes, settings, variant) + sizes.layers
+    if settings.decode_budget is not None:
+        answer = max(settings.decode_budget, variant.resolved_decode_window)
+        pages = max(pages, sizes.layers * -(-answer // sizes.block_size))
+    return pages - -(-pages // sizes.layers)
+
+
+def table_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
+    """Packed pages per request slot and tables per row, ``[L, columns]`` int32 each."""
+    rows = sizes.max_requests + 1 + sizes.rows
+    return rows * sizes.layers * table_columns(sizes, settings, blocks) * _INT
+
+
+def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
     """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
 
     One prompt of the longest length, since prompts are packed one after the other: float32
@@ -110,8 +141,14 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     stack them. Where answers are bounded, the ring of their last queries. Where requests may
     choose their method, the most that any of these methods takes at the largest budget that they
     may ask for.
+
+    Args:
+        blocks: in the pool, at most; None where that is not known.
     """
-    layers, longest, dim = sizes.layers, sizes.longest, sizes.head_dim
+    layers, dim = sizes.layers, sizes.head_dim
+    # no layer holds more at once
+    columns = table_columns(sizes, settings, blocks)
+    longest = min(sizes.longest, columns * sizes.block_size)
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
     variants = settings.variants
     every_read = [method_of(variant).reads for variant in variants]
@@ -122,8 +159,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in reads for reads in every_read):
         sums = 0
-    own = scores + maps + queries + sums + _staged(sizes, settings)
-    return sizes.table_bytes + own + ring_bytes(sizes, settings)
+    own = scores + maps + queries + sums + _staged(sizes, settings, longest, blocks)
+    return table_bytes(sizes, settings, blocks) + own + ring_bytes(sizes, settings)
 
 
 def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
@@ -150,19 +187,22 @@ def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
 
 def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
     """Bytes of those `available` that the KV cache does not get: `extra_bytes`, and its share."""
-    extra, each = extra_bytes(sizes, settings), sums_per_block(sizes, settings)
+    blocks = available // sizes.block_bytes or None
+    extra, each = extra_bytes(sizes, settings, blocks), sums_per_block(sizes, settings)
     left = max(available - extra, 0)
     return extra + -(-left * each // (sizes.block_bytes + each))
 
 
-def _staged(sizes: Sizes, settings: CompressionConfig) -> int:
-    longest, block = sizes.longest, sizes.block_size
+def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None) -> int:
+    """What waits to be moved in place: at most all of the pool, as far as that is known."""
+    block = sizes.block_size
     head_page = block * 2 * sizes.head_dim * sizes.itemsize
     # float32 keys and values of one layer, as they are and as pages
     merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
     largest = 0
     for variant in settings.variants:
-        staged = _most_pages(sizes, settings, variant) * head_page
+        pages = _most_pages(sizes, settings, variant)
+        staged = min(pages, sizes.layers * (blocks or pages)) * head_page
         largest = max(largest, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
     if settings.decode_budget is not None:
         one = sizes.layers * max(-(-settings.decode_budget // block), 1)

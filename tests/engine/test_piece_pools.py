@@ -38,6 +38,24 @@ def test_a_prompt_four_times_the_pool_is_answered(small, model):
         assert large.manager.tally.planned["cake"] == 0 or large.compressor.compressed == 2
 
 
+@pytest.mark.parametrize(("method", "narrow"), [("cake", 48), ("snapkv", 32)])
+def test_tables_are_no_wider_than_what_a_layer_may_hold(method, narrow, model):
+    """A budget in tokens, or layers that share evenly; behind a long prompt, and a full pool."""
+    asked = [(tokens(1900, seed=1), 120), (tokens(20, seed=2), LONGEST - 20)]
+    answers = {}
+    for blocks in (POOL, 2 * LONGEST // BLOCK):
+        config = quarter(method)
+        with engine(model, additional_config=config, max_model_len=LONGEST, blocks=blocks) as llm:
+            pool, plain = llm.compressor.pool, LONGEST // BLOCK
+            assert pool._tables.shape[2] == pool._packed.shape[2] == pool.columns
+            assert pool.columns == (narrow if blocks == POOL else plain)
+            answers[blocks] = [llm.generate([prompt], output)[0] for prompt, output in asked]
+    (packed, full), (want_packed, want_full) = answers.values()
+    assert packed == want_packed
+    assert len(full) == (POOL - 1) * BLOCK - 20 + 1
+    assert full == want_full[: len(full)]
+
+
 def test_vllm_alone_refuses_to_start(model):
     with (
         pytest.raises(ValueError, match="KV cache"),

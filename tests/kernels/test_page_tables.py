@@ -231,7 +231,9 @@ def into(case, layer_offset, stride, block, *, live, rows, width, slots=None):
 
 
 def check_into(out, out_lengths, case, layer_offset, stride, block, live):
-    want, want_lengths = page_tables_ref.tables_of_rows(*case, layer_offset, stride, block)
+    want, want_lengths = page_tables_ref.tables_of_rows(
+        *case, layer_offset, stride, block, case[0].shape[1]
+    )
     layers, rows = out_lengths.shape
     assert torch.equal(out_lengths[:, :live], want_lengths[:, :live])
     assert not out_lengths[:, live:].any()
@@ -254,6 +256,21 @@ def test_rows_are_the_references(layout, live, layers, width):
     ids = *flat_ids(layout, layers, 400), 16
     out = into(case, *ids, live=live, rows=7, width=width)
     check_into(*out, case, *ids, live)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_buffers_narrower_than_vllms_table(seed):
+    """As wide as what layers hold, of sequences that are longer than the pool."""
+    torch.manual_seed(seed)
+    table = torch.stack([torch.randperm(399)[:300].int() + 1 for _ in range(4)])
+    lengths = torch.tensor([4800, 4787, 3000, 1], dtype=i32)
+    first = torch.tensor([290, 280, 170, 0], dtype=i32)
+    count = torch.tensor([[5, 9, 0], [1, 1, 1], [12, 3, 0], [0, 0, 0]], dtype=i32)
+    case = table, lengths, torch.randint(1000, 2000, (4, 3, 12), dtype=i32), count, first
+    ids = *flat_ids("compact", 3, 400), 16
+    out = into(case, *ids, live=4, rows=5, width=30)
+    assert int(out[1].max()) == 3000 - (170 - 12) * 16 <= 30 * 16
+    check_into(*out, case, *ids, 4)
 
 
 def test_without_splitting_the_columns(triton, monkeypatch):

@@ -11,7 +11,7 @@ from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import Growth, most_blocks
-from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, sums_per_block
+from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, sums_per_block, table_bytes
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pieces import pieces_of
 from vllm_kvcompress.plan import PagePlan
@@ -178,10 +178,10 @@ def forecast(
     off, on = _blocks(load, sizes, None, None), _blocks(load, sizes, settings, plan)
     may_ask = bool(settings.allow_override or settings.alias)
     asks, largest = _most_demanding(settings, sizes, load) if may_ask else ("", on)
-    extra = extra_bytes(sizes, settings)
+    blocks = None if pool_bytes is None else pool_bytes // sizes.block_bytes or None
+    extra = extra_bytes(sizes, settings, blocks)
     if pool_bytes is not None:
-        blocks = pool_bytes // sizes.block_bytes
-        extra += blocks * sums_per_block(sizes, settings)
+        extra += (blocks or 0) * sums_per_block(sizes, settings)
         if tables_from_pool:
             extra = bytes_beside(sizes, settings, pool_bytes)
     pools: list[Concurrency | None] = [None, None, None]
@@ -203,7 +203,7 @@ def forecast(
         pages=0 if plan is None else plan.pages,
         off=off,
         on=on,
-        table_bytes=sizes.table_bytes,
+        table_bytes=table_bytes(sizes, settings, blocks),
         extra_bytes=extra,
         pool_off=pools[0],
         pool_on=pools[1],

@@ -12,14 +12,15 @@ def tables_of_rows(
     layer_offset: torch.Tensor,
     block_stride: int,
     block_size: int,
+    width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables ``[L, R, W]`` and lengths ``[L, R]``; the pool's tensors by row, not by slot."""
-    rows, width = block_table.shape
+    """Tables ``[L, R, width]`` and lengths ``[L, R]``; the pool's tensors by row, not by slot."""
+    rows, blocks = block_table.shape
     layers = layer_offset.shape[0]
     count = num_packed.T.unsqueeze(2)  # [L, R, 1]
     column = torch.arange(width, dtype=torch.int32, device=block_table.device)
-    source = (column - count + first_block[None, :, None]).clamp_(0, width - 1)
-    ordinary = block_table.expand(layers, rows, width).gather(2, source.long())
+    source = (column - count + first_block[None, :, None]).clamp_(0, blocks - 1)
+    ordinary = block_table.expand(layers, rows, blocks).gather(2, source.long())
     table = ordinary * block_stride + layer_offset[:, None, None]
     capacity = min(width, packed.shape[2])
     head = table[:, :, :capacity]
@@ -47,9 +48,10 @@ def run(
     rows = int(live)
     slot = slots[:rows].long()
     longest = int(seq_lens[:rows].max()) if rows else 0
-    width = min(max(-(-longest // block_size), 1), block_table.shape[1], out_tables.shape[2])
+    blocks = min(max(-(-longest // block_size), 1), block_table.shape[1])
+    width = min(blocks, out_tables.shape[2])
     tables, lengths = tables_of_rows(
-        block_table[:rows, :width],
+        block_table[:rows, :blocks],
         seq_lens[:rows],
         packed[slot, :, :width],
         num_packed[slot],
@@ -57,6 +59,7 @@ def run(
         layer_offset,
         block_stride,
         block_size,
+        width,
     )
     out_tables[:, :rows, :width] = tables
     out_tables[:, rows:, :1] = layer_offset[:, None, None]

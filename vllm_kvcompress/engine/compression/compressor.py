@@ -313,6 +313,7 @@ class PromptCompressor:
         With every method that a request may ask for. All blocks are the null block, which no
         request reads.
         """
+        longest = min(longest, self.pool.longest)
         for settings in self._settings.variants:
             self._warm_up(settings, longest)
         for variant in self._settings.variants:

@@ -186,6 +186,7 @@ class Repacker:
         layers, todos = self._packer.num_layers, [each.todo for each in due]
         window, tail = todos[0].plan.window, todos[0].plan.tail
         most_pages = max(todo.plan.full_blocks for todo in todos) + (tail > 0)
+        most_pages = min(most_pages, pool.columns)
         place = self._place([each.row for each in due], most_pages)
         rows, lengths = place.rows, place.rows.lengths.view(-1, layers)
         at_once = layers_at_once(pool.longest, rows.most)
@@ -205,7 +206,7 @@ class Repacker:
             every_target.append(targets)
         counts = torch.cat(every_count)
         targets = torch.cat(every_target)
-        widest = max(todo.plan.most_pages for todo in todos)
+        widest = min(max(todo.plan.most_pages for todo in todos), pool.columns)
         if counts.device.type == "cpu":
             widest = int(counts.max())
         kept = kept_slots(scores, rows, counts, window, size, widest, method.selector, tail)

@@ -89,7 +89,7 @@ class PagePool:
         layers: the layers' caches, in layer order (see `flat_pages`).
         max_requests: requests that may be compressed at once.
         max_rows: rows of the largest batch, padding included.
-        max_blocks: blocks in the longest sequence.
+        max_blocks: pages that a layer of a request has at most, packed and ordinary ones.
     """
 
     def __init__(
@@ -130,8 +130,13 @@ class PagePool:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the tables have room for."""
-        return self._packed.shape[2] * self.block_size
+        """Tokens that a layer of a request holds at most: what the tables have room for."""
+        return self.columns * self.block_size
+
+    @property
+    def columns(self) -> int:
+        """Pages that a layer of a request has at most."""
+        return self._packed.shape[2]
 
     @property
     def busy(self) -> bool:

@@ -3,7 +3,7 @@
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.memory import Sizes, bytes_beside
+from vllm_kvcompress.memory import Sizes, bytes_beside, table_columns
 
 
 def sizes_of(config: VllmConfig) -> Sizes:
@@ -27,9 +27,9 @@ def max_rows(config: VllmConfig) -> int:
     return sizes_of(config).rows
 
 
-def max_blocks(config: VllmConfig) -> int:
-    """Columns of a block table of the longest sequence."""
-    return sizes_of(config).blocks
+def max_blocks(config: VllmConfig, settings: CompressionConfig, blocks: int) -> int:
+    """Columns of a layer's table, in a pool of so many blocks."""
+    return table_columns(sizes_of(config), settings, blocks)
 
 
 def device_bytes(config: VllmConfig, settings: CompressionConfig, available: int = 0) -> int:

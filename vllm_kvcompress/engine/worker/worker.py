@@ -176,7 +176,7 @@ def bind_compressor(
         caches,
         max_requests=config.scheduler_config.max_num_seqs,
         max_rows=max_rows(config),
-        max_blocks=max_blocks(config),
+        max_blocks=max_blocks(config, settings, kv_cache_config.num_blocks),
         block_size=block_size,
     )
     heads, dim = layers[0].impl.num_heads, layers[0].impl.head_size
