@@ -8,7 +8,7 @@ from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
 from vllm_kvcompress.policies.allocators.uniform import Uniform
 from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.repacking import adds_up, merges, ring_window
+from vllm_kvcompress.repacking import adds_up, keeps_sums, merges, ring_window
 
 _INT = _FLOAT = 4
 _ALIGNED = 16
@@ -178,9 +178,9 @@ def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
 def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
     """Bytes beside every block: a float32 per KV head and token, and where it is (`AttentionSums`).
 
-    0 unless a method that ranks an answer by the attention of all its rows may be asked for.
+    0 unless a method that ranks by the attention of all rows packs something more than once.
     """
-    if not any(adds_up(variant) for variant in settings.variants):
+    if not any(keeps_sums(variant) for variant in settings.variants):
         return 0
     return sizes.layers * sizes.kv_heads * (sizes.block_size * _FLOAT + _INT)
 

@@ -10,7 +10,6 @@ into chunks by slot, sinks are the first slots, ties go to the lower one. Attent
 held, not over what was dropped.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,9 +57,16 @@ def adds_up(settings: CompressionConfig) -> bool:
     return bounded and Reads.COLUMN_SUMS in method_of(settings).reads
 
 
+def keeps_sums(settings: CompressionConfig) -> bool:
+    """Whether what is packed more than once, answer or prompt, needs its attention added up."""
+    again = settings.decode_budget is not None or settings.max_whole is not None
+    return again and Reads.COLUMN_SUMS in method_of(settings).reads
+
+
 def merges(settings: CompressionConfig) -> bool:
-    """Whether what bounds an answer merges what it drops, and so has a threshold."""
-    return settings.decode_budget is not None and bool(method_of(settings).merge)
+    """Whether what is packed more than once merges what it drops, and so has a threshold."""
+    again = settings.decode_budget is not None or settings.max_whole is not None
+    return again and bool(method_of(settings).merge)
 
 
 def ring_window(settings: CompressionConfig) -> int:
@@ -83,7 +89,7 @@ def why_not_bounded(settings: CompressionConfig, block_size: int | None) -> str 
         return None
     for variant in settings.variants:
         if reason := obstacle(method_of(variant)):
-            can = _presets_without(obstacle)
+            can = _possible()
             return (
                 f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
                 f" from {can}, or remove --kv-decode-budget"
@@ -102,8 +108,8 @@ def why_not_in_pieces(settings: CompressionConfig, block_size: int | None) -> st
     if settings.max_whole is None:
         return None
     for variant in settings.variants:
-        if reason := _obstacle_in_pieces(method_of(variant)):
-            can = _presets_without(_obstacle_in_pieces)
+        if reason := obstacle(method_of(variant)):
+            can = _possible()
             return (
                 f"--kv-max-whole cannot pack prompts by {variant.compress!r}: {reason}; choose from"
                 f" {can}, or remove --kv-max-whole"
@@ -113,18 +119,9 @@ def why_not_in_pieces(settings: CompressionConfig, block_size: int | None) -> st
     return None
 
 
-def _presets_without(obstacle_of: Callable[[Method], str]) -> list[str]:
+def _possible() -> list[str]:
     presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
-    return sorted(name for name, own in presets.items() if not obstacle_of(method_of(own)))
-
-
-def _obstacle_in_pieces(method: Method) -> str:
-    """Why a method cannot judge a prompt that never stands whole; empty if it can."""
-    if Reads.COLUMN_SUMS in method.reads:
-        return "it adds up the attention of every query, which a piece's window does not show"
-    if method.merge:
-        return "it merges what it drops, and what was merged would be judged as one token"
-    return obstacle(method)
+    return sorted(name for name, own in presets.items() if not obstacle(method_of(own)))
 
 
 def obstacle(method: Method) -> str:
@@ -320,7 +317,7 @@ def kept_slots(
     own_window = max(window - tail, 0)
     past = rows.lengths - max(window, tail)
     keep = counts.to(torch.int32) * block_size - own_window
-    best = selector.select(scores, past, keep, own_window, most_pages * block_size)
+    best = selector.select(scores, past, keep, max(window, tail), most_pages * block_size)
     own = torch.arange(own_window, dtype=torch.int32, device=scores.device)
     shape = *scores.shape[:2], own_window
     at = (keep[:, None, None] + own).long().expand(shape)

@@ -200,11 +200,11 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
     assert answers["tiles"] == answers["vectors"]
 
 
-def test_an_answer_on_tiles_is_packed_again_as_on_vectors(checkpoints_folder, monkeypatch):
+def test_what_is_packed_again_on_tiles_is_as_on_vectors(checkpoints_folder, monkeypatch):
+    """Answers, and a prompt in pieces, the last of which has a tail."""
     answers, asked = {}, [{"kv_compress": name} for name in ("cake-chunk", "d2o")]
-    config = settings(
-        "cake-chunk", 0.3, decode_budget=64, decode_interval=BLOCK, allow_override="d2o"
-    )
+    bounds = {"decode_budget": 64, "decode_interval": BLOCK, "max_whole": 350, "piece": 4 * BLOCK}
+    config = settings("cake-chunk", 0.3, allow_override="d2o", **bounds)
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         with engine(
@@ -218,10 +218,8 @@ def test_an_answer_on_tiles_is_packed_again_as_on_vectors(checkpoints_folder, mo
             llm.compressor.repacker.run = lambda due, run=run, packed=packed: (
                 packed.extend(each.todo.request_id.split("-")[0] for each in due),
                 run(due),
-            )
-            answers[kind] = [
-                llm.generate([PROMPTS[1][:300], PROMPTS[2][:20]], 80, extra_args=method)
-                for method in asked
-            ]
-            assert len(set(packed)) == 4
+            )[1]
+            prompts = [PROMPTS[1][:300], PROMPTS[2][:20], PROMPTS[0][:405]]
+            answers[kind] = [llm.generate(prompts, 80, extra_args=method) for method in asked]
+            assert len(set(packed)) == 6
     assert answers["tiles"] == answers["vectors"]

@@ -14,7 +14,8 @@ FILES = [
     for name in (
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference", "lost_plans"),
-        *("decode_budgets", "added_attention", "pieces", "cuda_backends"),
+        *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces"),
+        "cuda_backends",
     )
 ]
 

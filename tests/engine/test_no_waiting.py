@@ -14,6 +14,7 @@ from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages import pool as page_pool
 from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.presets import PRESETS
 from vllm_kvcompress.repacking import adds_up, merges, ring_window
 from waits import launches, nothing_uploaded_or_read
@@ -73,6 +74,7 @@ def test_warming_up_writes_nothing_but_the_null_block(preset):
     pool.pages.normal_()
     before = pool.pages.clone()
     given = {"compress": preset, "decode_budget": 64, "decode_interval": 4 * BLOCK}
+    given |= {"max_whole": 4096, "piece": 64 * BLOCK}
     settings = CompressionConfig.parse(given)
     pool.remember(KV_HEADS, sums=adds_up(settings), thresholds=merges(settings))
     if kept := ring_window(settings):
@@ -90,9 +92,7 @@ def test_warming_up_writes_nothing_but_the_null_block(preset):
         Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS), pool.ring
     )
     packing.warm_up(settings, settings.resolved_decode_window)
-    if not adds_up(settings):
-        asked = HEADS, DIM, torch.bfloat16
-        packing.warm_up(settings, settings.resolved_window, asked)
+    packing.warm_up(settings, settings.resolved_window, (HEADS, DIM, torch.bfloat16))
     null = pool.every_layer(torch.zeros(1, dtype=torch.int64)).flatten()
     others = torch.ones(len(before), dtype=torch.bool).index_fill_(0, null, False)
     assert torch.equal(pool.pages[others], before[others])
@@ -115,6 +115,7 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
         monkeypatch.setattr(module, "async_tensor_h2d", uploaded)
     settings = CompressionConfig.parse(
         {"compress": preset, "decode_budget": 64, "decode_interval": BLOCK}
+        | {"max_whole": 4096, "piece": 64 * BLOCK}
     )
     if not engine.method_of(settings).allocator.reads:
         pages = uploaded(range(LAYERS), "meta", torch.int64)
@@ -143,14 +144,15 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
     assert names.count("columns_kernel") == 2 * bool(kept)
     assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
-    if adds:
-        return
     asked = HEADS, DIM, torch.bfloat16
     with nothing_uploaded_or_read():
         repacker.Repacker(packer, None).warm_up(settings, settings.resolved_window, asked)
     # a prompt that is packed at a boundary: its layers divide anew each time
-    assert names.count("_move_kernel") == 2 * KV_HEADS
-    assert names.count("columns_kernel") == bool(settings.resolved_window)
+    assert names.count("_move_kernel") == 2 * (1 if merging else KV_HEADS)
+    # and chunks of 8 to 128 rows that were added up before, where attention is
+    chunks = 5 if adds else 0
+    window = Reads.WINDOW in engine.method_of(settings).reads
+    assert names.count("columns_kernel") == window + chunks
 
 
 def test_each_layer_gets_its_own_pages():

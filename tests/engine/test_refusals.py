@@ -93,9 +93,9 @@ def test_the_settings_are_part_of_vllms_hash(model):
             (
                 {"additional_config": settings(name, max_whole=512)},
                 f"cannot pack prompts by '{name}'",
-                "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'fastcaote', 'pyramidkv',",
+                "choose from ['cake', 'cake-chunk', 'caote', 'chunkkv', 'd2o', 'fastcaote', 'h2o',",
             )
-            for name in ("h2o", "d2o", "dynamickv", "keydiff", "random", "defensivekv")
+            for name in ("dynamickv", "keydiff", "random", "defensivekv")
         ),
         (
             {"additional_config": settings(max_whole=512, piece=130), "block_size": 32},

@@ -84,6 +84,7 @@ ASKS_BOUNDED: list[dict[str, Any] | None] = [
     {"kv_budget": 40, "kv_decode_budget": 40},
     {"kv_compress": "snapkv"},
     {"kv_compress": "streamingllm", "kv_budget": 64, "kv_decode_budget": 64},
+    {"kv_compress": "d2o"},
 ]
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 LOADS = {
@@ -102,7 +103,7 @@ FREE = settings("cake", 0.3, allow_override="all")
 BOUNDED = settings(
     "cake",
     96,
-    allow_override="off,snapkv,streamingllm",
+    allow_override="off,snapkv,streamingllm,d2o",
     decode_budget=96,
     decode_interval=32,
     max_whole=224,

@@ -35,7 +35,9 @@ class _Prefill:
         stopwatch: what compressing it takes.
         tokens: tokens computed so far.
         queries: per layer, the last ``[<= w, Hq, D]`` queries.
-        sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far.
+        sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far, while all tokens stand.
+        held: tokens that no layer held when it was packed for the last time, and how many were
+            computed then; None while all tokens stand.
     """
 
     method: Method
@@ -44,6 +46,7 @@ class _Prefill:
     tokens: int = 0
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    held: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -51,10 +54,12 @@ class _Span:
     """One watched request's tokens in this step's batch.
 
     Args:
+        row: of the batch.
         start, stop: rows of the batch.
         blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all its tokens so far.
     """
 
+    row: int
     start: int
     stop: int
     blocks: torch.Tensor
@@ -164,12 +169,14 @@ class PromptCompressor:
             whole = todo if isinstance(todo, Compression) else None
             tokens = prefill.tokens if whole is None else whole.plan.tokens
             blocks = block_table[row, : -(-tokens // self.pool.block_size)].long()
-            if whole is not None:
-                if Reads.COLUMN_SUMS in method.reads and prefill.tokens != tokens:
+            if todo is not None:
+                needed = tokens if isinstance(todo, Compression) else todo.tokens
+                if Reads.COLUMN_SUMS in method.reads and prefill.tokens != needed:
                     raise RuntimeError(
-                        f"request {request_id}: {prefill.tokens} tokens were seen at the end of"
-                        f" prefill, {tokens} are needed"
+                        f"request {request_id}: {prefill.tokens} tokens of its prefill were seen"
+                        f" when it was to be packed, {needed} are needed"
                     )
+            if whole is not None:
                 finished = Finished(
                     todo=whole,
                     method=method,
@@ -180,13 +187,14 @@ class PromptCompressor:
                 )
                 self._finished.append((finished, prefill.stopwatch))
             if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
-                self._spans.append(_Span(start, stop, blocks, prefill))
+                self._spans.append(_Span(row, start, stop, blocks, prefill))
             if todo is None and request_id in step.grow:
                 self._growing[request_id] = blocks
+            if isinstance(todo, Repack):
+                self._due.append(Due(todo=todo, row=row, queries=prefill.queries, blocks=blocks))
         self._additions = [(todo, row_of[todo.request_id]) for todo in step.add]
-        for todo in step.repack:
-            queries = self._prefills[todo.request_id].queries if todo.prefill else {}
-            self._due.append(Due(todo=todo, row=row_of[todo.request_id], queries=queries))
+        answers = [todo for todo in step.repack if not todo.prefill]
+        self._due += [Due(todo=todo, row=row_of[todo.request_id]) for todo in answers]
 
     def _new_prefill(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
         return _Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
@@ -230,7 +238,7 @@ class PromptCompressor:
                 prefill.queries[layer] = self._latest(layer, span, query)
             if Reads.COLUMN_SUMS in reads:
                 with prefill.stopwatch.running():
-                    prefill.sums[layer] = self._accumulated(layer, span, query)
+                    self._accumulate(layer, span, query)
 
     def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
@@ -242,16 +250,19 @@ class PromptCompressor:
         # A copy, since the model goes on to write over its queries.
         return latest.clone()
 
-    def _accumulated(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
-        """Column sums ``[Hq, tokens]`` of the prefill so far: a chunk's rows are final."""
+    def _accumulate(self, layer: int, span: _Span, query: torch.Tensor) -> None:
+        """Add up what the prefill's rows so far pay to every token: a chunk's rows are final."""
+        prefill, rows = span.prefill, query[span.start : span.stop]
+        if prefill.held is not None:
+            most, computed = prefill.held
+            self.repacker.add_chunk(layer, span.row, rows, most + prefill.tokens - computed)
+            return
         where = self.packer.where(layer, span.blocks, Reads.COLUMN_SUMS)
-        prefill = span.prefill
-        rows = query[span.start : span.stop]
         sums = column_sums(rows, where.key_pages, where.pages, prefill.tokens, where.scale)
         earlier = prefill.sums.get(layer)
         if earlier is not None:
             sums[:, : earlier.shape[1]] += earlier
-        return sums
+        prefill.sums[layer] = sums
 
     def end_step(self) -> int | None:
         """Pack the prompts that ended: from the next step on they are read compressed.
@@ -299,8 +310,16 @@ class PromptCompressor:
                 if due.todo.prefill:
                     prefill = self._prefills[due.todo.request_id]
                     clocks.enter_context(prefill.stopwatch.running())
+                    if prefill.sums:
+                        assert due.blocks is not None
+                        self.packer.remember_whole(due.blocks, prefill.sums)
+                        prefill.sums = {}
             kept = self.repacker.run(self._due)
         for due in self._due:
+            plan = due.todo.plan
+            if due.todo.prefill:
+                held = plan.most_pages * plan.block_size, due.todo.tokens
+                self._prefills[due.todo.request_id].held = held
             if due.todo.ends:
                 prefill = self._prefills.pop(due.todo.request_id)
                 self.compressed += 1
@@ -345,9 +364,9 @@ class PromptCompressor:
                 rows = tokens
             query = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
             blocks = torch.zeros(-(-tokens // block), dtype=torch.int64, device=device)
-            span = _Span(0, rows, blocks, self._new_prefill(method, plan.window, tokens))
+            span = _Span(0, 0, rows, blocks, self._new_prefill(method, plan.window, tokens))
             for layer in layers if rows == tokens else ():
-                self._accumulated(layer, span, query)
+                self._accumulate(layer, span, query)
             for in_place in (False, tokens == lengths[0]):
                 todo = Compression(
                     request_id="",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.engine.pages.layouts import Opened, PageViews
@@ -19,12 +20,16 @@ class Held:
         thresholds: ``[N, Hkv]`` float32, how near a dropped token had to be so far; NaN where none
             was dropped.
         values_only: keys stay as they are.
+        tail: last tokens of each row that stay where they are, and take in what is near them.
+        tail_pages: ``[N]`` int64, the flat pages that they lie in.
     """
 
     lengths: torch.Tensor
     most: int
     thresholds: torch.Tensor
     values_only: bool
+    tail: int
+    tail_pages: torch.Tensor
 
 
 def merged_pages(
@@ -72,22 +77,34 @@ def merged_rows(
     kept: torch.Tensor,
     counts: torch.Tensor,
     block_size: int,
-) -> tuple[PageViews, torch.Tensor]:
+) -> tuple[PageViews, PageViews, torch.Tensor]:
     """What some of N rows keep, with what they drop folded in where it is near enough.
 
+    Args:
+        kept: ``[N, Hkv, W * bs]`` int32 slots, the tail's not among them.
+        counts: ``[N]`` int32 pages, without the tail.
+
     Returns:
-        Keys and values in pages ``[n * W, Hkv, bs, D]``, each row's W one after the other, and
-        thresholds ``[n, Hkv]``.
+        Keys and values in pages ``[n * W, Hkv, bs, D]``, each row's W one after the other; those of
+        the tails ``[n, Hkv, tail, D]``; and thresholds ``[n, Hkv]``.
     """
+    lengths, width = held.lengths[some], kept.shape[2]
+    tail = torch.arange(held.tail, dtype=torch.int32, device=kept.device)
+    shape = len(lengths), kept.shape[1], held.tail
+    behind = ((counts[some] * block_size)[:, None] + tail)[:, None].expand(shape).long()
+    own = ((lengths - held.tail)[:, None] + tail)[:, None].expand(shape)
     merged = merge_evicted(
-        *(cache.keys, cache.values, cache.pages[some], held.most, kept[some]),
-        counts[some] * block_size,
+        *(cache.keys, cache.values, cache.pages[some], held.most),
+        pad(kept[some], (0, held.tail)).scatter(2, behind, own),
+        counts[some] * block_size + held.tail,
         values_only=held.values_only,
-        lengths=held.lengths[some],
+        lengths=lengths,
         threshold=held.thresholds[some],
     )
-    keys, values = (
-        wide.to(part.dtype).unflatten(2, (-1, block_size)).transpose(1, 2).flatten(0, 1)
-        for part, wide in zip((cache.keys, cache.values), merged[:2], strict=True)
-    )
-    return (keys, values), merged.threshold
+    pages, tails = [], []
+    for part, wide in zip((cache.keys, cache.values), merged[:2], strict=True):
+        tokens = wide.to(part.dtype)  # [n, Hkv, W * bs + tail, D]
+        whole = tokens[:, :, :width].unflatten(2, (-1, block_size))
+        pages.append(whole.transpose(1, 2).flatten(0, 1))
+        tails.append(tokens.gather(2, behind[..., None].expand(*shape, tokens.shape[3])))
+    return (pages[0], pages[1]), (tails[0], tails[1]), merged.threshold

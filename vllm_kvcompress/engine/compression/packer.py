@@ -259,9 +259,12 @@ class Packer:
         at_once = layers_at_once(self._longest, kept.shape[2])
         for start in range(0, len(kept), at_once):
             some = slice(start, start + at_once)
-            (keys, values), near = merged_rows(
+            (keys, values), tails, near = merged_rows(
                 cache, some, held, kept, counts, self.pool.block_size
             )
+            for part, tokens in zip((self.keys.mT, self.values), tails, strict=True):
+                # a tail's block is the request's own: no hash, no other reader
+                part[:, :, : held.tail][held.tail_pages[some]] = tokens
             own = torch.arange(len(keys), device=kept.device).view(len(near), -1)
             to = staging_pages[some]
             move_kept(keys.mT, values, own, None, counts[some], to, into=staged)

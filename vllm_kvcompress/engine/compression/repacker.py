@@ -22,6 +22,7 @@ from vllm_kvcompress.repacking import (
     Rows,
     adds_up,
     attention_paid,
+    keeps_sums,
     kept_slots,
     observe_rows,
 )
@@ -35,11 +36,14 @@ class Due:
         todo: its place in the scheduler's plan.
         row: of this step's batch.
         queries: per layer the last ``[w, Hq, D]`` of a prefill; empty where the ring has them.
+        blocks: of a prefill, ``[n]`` int64 vLLM block ids of its tokens; those that were packed
+            are no longer its own.
     """
 
     todo: Repack
     row: int
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    blocks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +97,34 @@ class Repacker:
         count, most = todos[0].latest, todos[-1].most
         assert self._ring is not None, latest
         assert pool.sums is not None, latest
-        place = self._place([row for _, row in latest], most // size)
-        lengths = place.rows.lengths
+        place = self._place(*pool.held([row for _, row in latest], most // size))
         slots = pool.slots([todo.request_id for todo in todos])
-        query = self._ring.latest(slots, [todo.tokens for todo in todos], count)
+        self._add_to(place, self._ring.latest(slots, [todo.tokens for todo in todos], count))
+
+    def add_chunk(self, layer: int, row: int, query: torch.Tensor, most: int) -> None:
+        """The same of a chunk of a prefill whose first tokens are packed, in one layer.
+
+        Args:
+            row: of this step's batch.
+            query: ``[r, Hq, D]``, the chunk's.
+            most: tokens that the layer holds at most.
+        """
+        columns = min(-(-most // self._pool.block_size), self._pool.columns)
+        place = self._place(*self._pool.held_in(layer, row, columns))
+        self._add_to(place, query[None])
+
+    def _add_to(self, place: _Place, query: torch.Tensor) -> None:
+        pool, size, lengths = self._pool, self._pool.block_size, place.rows.lengths
+        assert pool.sums is not None
         at_once = layers_at_once(pool.longest, place.rows.most)
         paid = attention_paid(place.rows, query, at_once)
         before = pool.sums.read(place.pages)
         # Slots of the latest queries have what was left in their pages.
         column = torch.arange(before.shape[2], device=before.device)
-        before.masked_fill_(column >= (lengths - count)[:, None, None], 0).add_(paid)
-        pool.sums.write(place.pages, lengths // size, before)
+        latest = column >= (lengths - query.shape[1])[:, None, None]
+        pool.sums.write(
+            place.pages, (lengths + size - 1) // size, before.masked_fill_(latest, 0).add_(paid)
+        )
 
     def run(self, due: Sequence[Due]) -> dict[str, torch.Tensor]:
         """Pack all of them; how much each layer keeps stays on the device.
@@ -170,8 +191,19 @@ class Repacker:
             self.run([Due(todo=todo, row=0, queries=asked)])
         if queries is None and adds_up(settings):
             self._warm_up_adding(settings.decode_interval)
+        if queries is not None and keeps_sums(settings):
+            self._warm_up_chunks(*queries)
         self._pool.rehearse(0)
         self._pool.forget("")
+
+    def _warm_up_chunks(self, heads: int, dim: int, dtype: torch.dtype) -> None:
+        """As many rows at once as there are kernels of."""
+        size = self._pool.block_size
+        for latest in [2**power for power in range(3, 8)]:
+            tokens = (latest // size + 1) * size
+            self._pool.rehearse(tokens)
+            query = torch.zeros(latest, heads, dim, dtype=dtype, device=self._pool.pages.device)
+            self.add_chunk(0, 0, query, tokens)
 
     def _warm_up_adding(self, interval: int) -> None:
         """As many queries at once as there are kernels of."""
@@ -187,7 +219,7 @@ class Repacker:
         window, tail = todos[0].plan.window, todos[0].plan.tail
         most_pages = max(todo.plan.full_blocks for todo in todos) + (tail > 0)
         most_pages = min(most_pages, pool.columns)
-        place = self._place([each.row for each in due], most_pages)
+        place = self._place(*pool.held([each.row for each in due], most_pages))
         rows, lengths = place.rows, place.rows.lengths.view(-1, layers)
         at_once = layers_at_once(pool.longest, rows.most)
         query = None
@@ -212,7 +244,7 @@ class Repacker:
         kept = kept_slots(scores, rows, counts, window, size, widest, method.selector, tail)
         move = kept, counts, targets[:, :widest], sum(todo.plan.pages for todo in todos)
         if method.merge:
-            self._merge(method, place, [todo.request_id for todo in todos], *move)
+            self._merge(method, place, [todo.request_id for todo in todos], *move, tail=tail)
         else:
             self._packer.move_in_place(place.cache, *move)
         if sums is not None:
@@ -220,9 +252,8 @@ class Repacker:
             pool.sums.write(targets[:, :widest], counts, sums.gather(2, kept.clamp(min=0).long()))
         return every_count
 
-    def _place(self, batch_rows: Sequence[int], most_pages: int) -> _Place:
-        """What some rows of this step's batch hold, none of its layers more than `most_pages`."""
-        tables, lengths = self._pool.held(batch_rows, most_pages)
+    def _place(self, tables: torch.Tensor, lengths: torch.Tensor) -> _Place:
+        """What some rows of this step's batch hold: ``[R, L, W]`` int64 and ``[R, L]`` int32."""
         if lengths.device.type == "cpu":
             # It costs nothing to ask, and tables are as wide as any layer could be.
             tables = tables[..., : -(-int(lengths.max()) // self._pool.block_size)]
@@ -247,17 +278,23 @@ class Repacker:
         counts: torch.Tensor,
         targets: torch.Tensor,
         total: int,
+        *,
+        tail: int,
     ) -> None:
         """Move what is kept, with what is dropped folded in; a request's threshold goes on."""
         pool = self._pool
         assert pool.thresholds is not None, request_ids
         slots = pool.slots(request_ids)
         before = pool.thresholds.read(slots)
+        lengths = place.rows.lengths
+        last = (lengths.long() - 1) // pool.block_size
         held = Held(
-            lengths=place.rows.lengths,
+            lengths=lengths,
             most=place.rows.most,
             thresholds=before.flatten(0, 1),
             values_only=method.values_only,
+            tail=tail,
+            tail_pages=place.pages.gather(1, last[:, None])[:, 0],
         )
         after = self._packer.merge_in_place(place.cache, held, kept, counts, targets, total)
         pool.thresholds.write(slots, after.view_as(before))

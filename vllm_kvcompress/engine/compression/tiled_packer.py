@@ -88,7 +88,15 @@ class TiledPacker(Packer):
         thresholds = []
         for row, count in enumerate(counts.tolist()):
             one = slice(row, row + 1)
-            (keys, values), near = merged_rows(cache, one, held, kept, counts, self.pool.block_size)
+            (keys, values), tails, near = merged_rows(
+                cache, one, held, kept, counts, self.pool.block_size
+            )
+            if held.tail:
+                page = held.tail_pages[one]
+                last = self.read(page)
+                for part, tokens in zip((last[0].mT, last[1]), tails, strict=True):
+                    part[:, :, : held.tail] = tokens
+                self._layout.pack(self.pool.pages, page, *last)
             pages = targets[row, :count].long()
             self._layout.pack(self.pool.pages, pages, keys[:count].mT, values[:count])
             thresholds.append(near)

@@ -190,6 +190,11 @@ class PagePool:
         lengths = self._lengths.index_select(1, at)
         return tables.transpose(0, 1).long(), lengths.T.contiguous()
 
+    def held_in(self, layer: int, row: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `held`, of one layer and row: flat pages ``[1, 1, W]`` and tokens ``[1, 1]``."""
+        table, length = self._tables[layer, row, :columns], self._lengths[layer, row]
+        return table.long()[None, None], length.view(1, 1)
+
     def rehearse(self, tokens: int) -> None:
         """From now on row 0 of the batch holds `tokens` of the null block in every layer."""
         self._tables[:, 0] = 0

@@ -222,9 +222,11 @@ class Planner:
         they lie, however they came there.
         """
         if (pieces := self.pieces_of(request)) is not None:
+            reads = method_of(pieces.settings).reads
+            if Reads.COLUMN_SUMS in reads:
+                return 0
             # What lies behind the first packing was computed against what that left.
-            reads_window = Reads.WINDOW in method_of(pieces.settings).reads
-            window = pieces.settings.resolved_window if reads_window else 0
+            window = pieces.settings.resolved_window if Reads.WINDOW in reads else 0
             return min(pieces.first_end - max(window, 1), max_length)
         if self._watched_whole(request) is not None:
             return 0

@@ -34,7 +34,7 @@ from vllm_kvcompress.engine.scheduling.cache_spec import compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.memory import ring_bytes
-from vllm_kvcompress.repacking import adds_up, merges, ring_window
+from vllm_kvcompress.repacking import keeps_sums, merges, ring_window
 
 logger = init_logger("vllm.kvcompress")
 
@@ -183,7 +183,7 @@ def bind_compressor(
     pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
     pool.remember(
         layers[0].impl.num_kv_heads,
-        sums=any(adds_up(variant) for variant in settings.variants),
+        sums=any(keeps_sums(variant) for variant in settings.variants),
         thresholds=any(merges(variant) for variant in settings.variants),
     )
     compressor = PromptCompressor(
