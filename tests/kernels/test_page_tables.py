@@ -273,6 +273,15 @@ def test_buffers_narrower_than_vllms_table(seed):
     check_into(*out, case, *ids, 4)
 
 
+def test_no_row_is_longer_than_its_table():
+    """A dummy batch of the longest sequence, which the pool cannot hold."""
+    table, nothing = torch.zeros(2, 300, dtype=i32), torch.zeros(2, dtype=i32)
+    case = table, torch.tensor([4800, 481], dtype=i32), torch.zeros(2, 3, 4, dtype=i32)
+    case = *case, torch.zeros(2, 3, dtype=i32), nothing
+    _, lengths = into(case, *flat_ids("compact", 3, 400), 16, live=2, rows=3, width=30)
+    assert lengths.tolist() == [[480, 480, 0]] * 3
+
+
 def test_without_splitting_the_columns(triton, monkeypatch):
     """As in a grid that is full of rows already."""
     monkeypatch.setattr(triton, "PROGRAMS", 1)

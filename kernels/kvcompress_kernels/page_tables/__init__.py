@@ -47,7 +47,8 @@ def page_tables(
         out_tables: ``[L, R, W]`` int32. Of a row's layer the columns that its length covers are
             written; entries beyond name pages that the row owns, the null block, or what they
             held, so the buffer must be zeroed once. A row from `live` on reads the null block.
-        out_lengths: ``[L, R]`` int32, all written; 0 from `live` on.
+        out_lengths: ``[L, R]`` int32, all written; 0 from `live` on. At most what W columns hold:
+            a dummy batch may claim the longest sequence there is, in a pool that cannot hold it.
 
     Raises:
         ValueError: shapes or dtypes disagree, or a last axis is strided.

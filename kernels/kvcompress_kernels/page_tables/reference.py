@@ -63,4 +63,5 @@ def run(
     )
     out_tables[:, :rows, :width] = tables
     out_tables[:, rows:, :1] = layer_offset[:, None, None]
-    out_lengths[:, :rows], out_lengths[:, rows:] = lengths, 0
+    longest = out_tables.shape[2] * block_size
+    out_lengths[:, :rows], out_lengths[:, rows:] = lengths.clamp(max=longest), 0

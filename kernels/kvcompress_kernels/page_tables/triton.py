@@ -66,7 +66,7 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     owned = layer < tl.where(used, layers, 0)
     count = tl.load(num_packed + slot * s_num_packed + layer, mask=owned, other=0)
     offset = tl.load(layer_offset + layer, mask=real, other=0)
-    length = tokens + (count - first) * BLOCK  # [LAYERS]
+    length = tl.minimum(tokens + (count - first) * BLOCK, width * BLOCK)  # [LAYERS]
     if split == 0:
         tl.store(lengths + layer * s_lengths + row, length, mask=real)
     # a row of length 0 gets its first tile too: the null block
