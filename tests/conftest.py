@@ -1,7 +1,8 @@
-"""Settings for the whole suite; they must precede the first import of Triton or vLLM."""
+"""Settings for the whole suite; they must precede the first import of Triton, vLLM or Ray."""
 
 import os
 import random
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# whoever reaches a Ray's ports may run what he likes
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 import pytest
 import torch

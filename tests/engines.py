@@ -55,7 +55,7 @@ def settings(compress: str = "cake", budget: float | int = 0.2, **more: Any) -> 
 
 
 class Engine:
-    """An LLM with handles on its scheduler and its worker."""
+    """An LLM with handles on its scheduler and, where that is in this process, its worker."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -63,7 +63,10 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-        self.worker = self.core.model_executor.driver_worker.worker
+        executor = self.core.model_executor
+        if not hasattr(executor, "driver_worker"):
+            return  # its workers are in other processes
+        self.worker = executor.driver_worker.worker
         on_v2 = hasattr(self.worker.model_runner, "req_states")
         assert on_v2 == V2, "vLLM did not take the model runner that was asked for"
 

@@ -1,4 +1,7 @@
-"""Two ranks: each packs its own heads, and both hold the same number of pages and blocks."""
+"""Two ranks: each packs its own heads, and both hold the same number of pages and blocks.
+
+As two processes of one machine, and as two Ray actors on two nodes of a Ray.
+"""
 
 import json
 import os
@@ -7,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ import pytest
 from broken_sites import broken
 from checkpoints import make, tokens
 from engines import engine, settings
+from local_ray import DEVICE, local_ray
+from vllm_kvcompress.errors import SeamError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -37,11 +43,11 @@ SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, settings, rounds, prompts = json.loads(sys.argv[1])
+    model, settings, rounds, prompts, executor = json.loads(sys.argv[1])
     llm = LLM(
         model, tensor_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
         dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
-        num_gpu_blocks_override=129,
+        num_gpu_blocks_override=129, distributed_executor_backend=executor,
     )
     for method, tokens in rounds:
         params = SamplingParams(
@@ -49,16 +55,18 @@ if __name__ == "__main__":
         )
         inputs = [{"prompt_token_ids": p} for p in prompts]
         done = llm.generate(inputs, params, use_tqdm=False)
-        print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]))
+        print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]), flush=True)
 """
 
 
-# What the second rank raises, nobody hears: vLLM asks the first one alone.
+# What the second rank raises, nobody hears: vLLM asks the first one alone. It cannot pack where the
+# engine's own environment says so, which reaches Ray's actors too.
 SECOND_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
     "pack = module.Packer.pack; module.Packer.pack = lambda self, finished: ("
-    "module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60), pack(self, finished)"
-    ")[1]",
+    "finished.todo.settings.compress == __import__('os').environ.get('CANNOT_PACK')"
+    " and module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60),"
+    " pack(self, finished))[1]",
 )
 
 
@@ -67,12 +75,14 @@ def model(tmp_path_factory):
     return make("llama-gqa", tmp_path_factory.mktemp("ranks"))
 
 
-def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> Done:
+def start(
+    model: str, rounds: Sequence[tuple[str, int]], executor: str = "mp", **environment: str
+) -> Done:
     """Run the script: one engine of two ranks."""
     script = Path(model).with_name("script.py")
     script.write_text(SCRIPT)
     return subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, rounds, PROMPTS])],
+        [sys.executable, str(script), json.dumps([model, SETTINGS, rounds, PROMPTS, executor])],
         capture_output=True,
         text=True,
         timeout=600,
@@ -87,14 +97,18 @@ def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> 
     )
 
 
+def answers(done: Done) -> list[list[list[int]]]:
+    """What was answered, round by round."""
+    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
+    return [json.loads(line.removeprefix("ANSWERS ")) for line in lines]
+
+
 @pytest.fixture(scope="module")
 def on_two(model):
     """By method, the answers of one engine of two ranks; and what its ranks logged."""
     done = start(model, [*ROUNDS, ("snapkv", LONG)])
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
-    answers = [json.loads(line.removeprefix("ANSWERS ")) for line in lines]
-    return dict(zip((*METHODS, "long"), answers, strict=True)), done.stdout + done.stderr
+    return dict(zip((*METHODS, "long"), answers(done), strict=True)), done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +157,147 @@ def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_t
 def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(model, tmp_path):
     """Its layers would read what was never packed: it ends, and with it the engine."""
     (tmp_path / "sitecustomize.py").write_text(SECOND_FAILS)
-    done = start(model, ROUNDS[:1], PYTHONPATH=str(tmp_path))
+    done = start(model, ROUNDS[:1], PYTHONPATH=str(tmp_path), CANNOT_PACK=ROUNDS[0][0])
+    ended_with_the_rank(done)
+    assert not answers(done)
+
+
+def ended_with_the_rank(done: Done) -> None:
     log = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "ANSWERS" not in log
     assert "a rank that could not compress a prompt must not go on" in log
     assert "died unexpectedly" in log  # vLLM did not wait in vain, which takes it 300 s
+
+
+# -- as Ray's actors -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    with local_ray([SECOND_FAILS] * 2) as environment:
+        yield environment
+
+
+@contextmanager
+def ray_engine(model, environment, **options):
+    """An engine in this process, whose two workers are actors: one on each node of a Ray."""
+    import ray
+    from vllm.platforms.cpu import CpuPlatform
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in environment.keys() & {"RAY_ADDRESS", "RAY_TMPDIR"}:
+            patch.setenv(name, environment[name])
+        patch.setattr(CpuPlatform, "ray_device_key", DEVICE)
+        try:
+            with engine(
+                model,
+                tensor_parallel_size=2,
+                distributed_executor_backend="ray",
+                additional_config=SETTINGS,
+                max_model_len=2048,
+                **options,
+            ) as llm:
+                yield llm
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def on_ray(model, two_nodes):
+    with ray_engine(model, two_nodes, blocks=129) as llm:
+        yield llm
+
+
+def on_each(llm, look):
+    """What `look` makes of each rank's worker, in its actor."""
+    return llm.core.model_executor.collective_rpc(lambda wrapper: look(wrapper.worker))
+
+
+def step_to_the_end(llm, seen):
+    while llm.llm.llm_engine.has_unfinished_requests():
+        seen += llm.llm.llm_engine.step()
+
+
+def test_each_rank_is_an_actor_on_a_node_of_its_own(on_ray):
+    executor = on_ray.core.model_executor
+    assert type(executor).__name__ == "RayExecutorV2"
+    assert len({handle.node_id for handle in executor.ray_worker_handles}) == 2
+    names = on_each(on_ray, lambda worker: type(worker).__name__)
+    assert names == ["CompressingCPUWorker"] * 2
+    numbers = on_each(on_ray, lambda _: __import__("os").getpid())
+    assert len({*numbers, os.getpid()}) == 3
+
+
+def test_actors_answer_as_processes_do(on_ray, on_two):
+    """CAKE's too: each rank has the same heads there as here. And answers packed as they grow."""
+    expected, _ = on_two
+    given = {
+        method: on_ray.generate(PROMPTS, 12, extra_args={"kv_compress": method})
+        for method in METHODS
+    }
+    given["long"] = on_ray.generate(PROMPTS, LONG)
+    assert given == expected
+    assert given["snapkv"] != given["cake"]
+
+
+def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray):
+    scheduler, free = on_ray.scheduler, on_ray.free_blocks
+    heard, reported, update = [], [], scheduler.update_from_output
+
+    def updating(scheduler_output, output):
+        plan, report = scheduler_output.kvcompress, getattr(output, "kvcompress", None)
+        heard.append((plan, report and report.carried_out))
+        reported.extend(report.packed if report else ())
+        return update(scheduler_output, output)
+
+    before = on_each(on_ray, lambda worker: worker.compressor.compressed)
+    scheduler.update_from_output = updating
+    on_ray.generate(PROMPTS, LONG)
+    scheduler.update_from_output = update
+    after = on_each(on_ray, lambda worker: worker.compressor.compressed)
+    plans = [plan for plan, _ in heard if plan is not None]
+    assert sum(bool(plan.repack) for plan in plans) >= LONG // 32
+    assert all(told == (plan and plan.number) for plan, told in heard)
+    assert not scheduler._handed_out
+    long = [length for length in LENGTHS if length >= 128]
+    assert sorted(packed.tokens for packed in reported) == long
+    assert [now - then for now, then in zip(after, before, strict=True)] == [len(long)] * 2
+    assert on_ray.free_blocks == free
+
+
+def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
+    """The last test of this engine: it stops. As Ray's older executor does it, in the actors."""
+    executor, seen = on_ray.core.model_executor, []
+    run = executor.collective_rpc
+
+    def rpc(method, args=(), **how):
+        if method in ("execute_model", "sample_tokens"):
+            name = method
+            return run(
+                lambda w, *given: getattr(w.worker.model_runner, name)(*given), args=args, **how
+            )
+        return run(method, args=args, **how)
+
+    executor.collective_rpc = rpc
+    on_ray.submit("long", PROMPTS[0], 8)
+    with pytest.raises(SeamError, match=r"\['long-.*'\], came back with none acknowledged"):
+        step_to_the_end(on_ray, seen)
+    assert not seen
+
+
+def test_an_actor_that_could_not_pack_is_not_believed_by_the_others(model, two_nodes, on_two):
+    """As it is deployed, with the engine in a process of its own. What came before is right."""
+    expected, _ = on_two
+    done = start(model, ROUNDS, "ray", **two_nodes, CANNOT_PACK="cake")
+    ended_with_the_rank(done)
+    assert answers(done) == [expected["snapkv"]]
+
+
+def test_a_node_without_this_package_is_told_before_anything_is_served(model):
+    gone = "import sys; sys.modules['vllm_kvcompress'] = None"
+    with local_ray(["", gone]) as environment:
+        done = start(model, ROUNDS[:1], "ray", **environment)
+    assert done.returncode != 0
+    assert not answers(done)
+    log = done.stdout + done.stderr
+    assert "ModuleNotFoundError: import of vllm_kvcompress halted" in log

@@ -1,10 +1,13 @@
 """Options, executors and settings that cannot work: one sentence before anything loads."""
 
+from contextlib import suppress
+
 import pytest
 
 from checkpoints import make, tokens
 from configuring import configure
 from engines import engine, settings
+from local_ray import need_ray
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.startup.refusals import refuse_unsupported
 from vllm_kvcompress.errors import ConfigError, SeamError
@@ -173,18 +176,12 @@ def executors() -> dict[str, type]:
     class Below(Rerouted):
         pass
 
-    class OnRay(MultiprocExecutor):  # as vLLM's RayExecutorV2, which loads where Ray is installed
-        uses_ray = True
-
-    class RayDistributedExecutor(Executor):  # the name of Ray's older one, which vLLM 0.33 dropped
-        uses_ray = True
-
     class Foreign(Executor):
         def _init_executor(self) -> None: ...
         def collective_rpc(self, *args, **kwargs): ...
         def check_health(self) -> None: ...
 
-    own = (Watched, Rerouted, Below, OnRay, RayDistributedExecutor, Foreign)
+    own = (Watched, Rerouted, Below, Foreign)
     known = (UniProcExecutor, MultiprocExecutor, ExecutorWithExternalLauncher)
     return {cls.__name__: cls for cls in own + known}
 
@@ -213,13 +210,10 @@ def test_executors_that_go_through_the_worker_are_taken(model, given):
             "an external launcher starts schedule on their own",
         ),
         ("external_launcher", "an external launcher starts schedule on their own"),
-        ("ray", "Ray's executor is not tested;"),
-        ("OnRay", "Ray's executor is not tested;"),
-        ("RayDistributedExecutor", "calls the model runner itself;"),
     ],
 )
 def test_other_executors_are_refused_and_the_cure_helps(model, given, reason):
-    """On vLLM's finished configuration: it starts no Ray and no launcher to ask for them."""
+    """On vLLM's finished configuration: it starts no launcher to ask for one."""
     config, cake = configure(model), CompressionConfig.parse(settings()["kvcompress"])
     backend = executors().get(given, given)
     object.__setattr__(config.parallel_config, "distributed_executor_backend", backend)
@@ -228,6 +222,87 @@ def test_other_executors_are_refused_and_the_cure_helps(model, given, reason):
     assert "set --distributed-executor-backend mp" in str(refusal.value)
     object.__setattr__(config.parallel_config, "distributed_executor_backend", "mp")
     refuse_unsupported(config, cake)
+
+
+def ray_executors() -> dict[str, type]:
+    """Those that load only where Ray is installed; the older one is not in vLLM 0.33."""
+    need_ray()
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+    class WatchedOnRay(RayExecutorV2):
+        def shutdown(self) -> None:
+            super().shutdown()
+
+    class ReroutedOnRay(RayExecutorV2):
+        def collective_rpc(self, *args, **kwargs): ...
+
+    known = [RayExecutorV2, WatchedOnRay, ReroutedOnRay]
+    with suppress(ImportError):
+        from vllm.v1.executor.ray_executor import RayDistributedExecutor
+
+        class BelowTheOlder(RayDistributedExecutor):
+            pass
+
+        known += [RayDistributedExecutor, BelowTheOlder]
+    return {cls.__name__: cls for cls in known}
+
+
+@pytest.mark.parametrize(
+    "given", ["ray", "RayExecutorV2", f"{EXECUTORS}.ray_executor_v2.RayExecutorV2", "WatchedOnRay"]
+)
+def test_rays_executor_is_taken_by_name_class_and_path(model, given):
+    given = ray_executors().get(given, given)
+    config = configure(model, distributed_executor_backend=given, tensor_parallel_size=2)
+    assert config.parallel_config.worker_cls.endswith("CompressingCPUWorker")
+
+
+def test_rays_executor_sends_steps_as_vllms_own_does():
+    """What its refusal was about, in this vLLM: nothing of a step's way is its own."""
+    executor = ray_executors()["RayExecutorV2"]
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+    from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
+
+    assert issubclass(executor, MultiprocExecutor)
+    for name in ("collective_rpc", "execute_model", "sample_tokens"):
+        assert getattr(executor, name) is getattr(MultiprocExecutor, name)
+    assert RayWorkerProc.worker_busy_loop is WorkerProc.worker_busy_loop
+
+
+def test_data_parallel_ranks_on_rays_executor_are_refused(model):
+    need_ray()
+    with pytest.raises(ConfigError, match="data-parallel ranks on Ray's executor are not tested"):
+        configure(model, distributed_executor_backend="ray", data_parallel_size=2)
+
+
+def test_a_ray_executor_with_a_way_of_its_own_is_refused(model):
+    with pytest.raises(ConfigError, match=r"ReroutedOnRay has its own collective_rpc;"):
+        configure(model, distributed_executor_backend=ray_executors()["ReroutedOnRay"])
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ("ray", "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set"),
+        *(
+            (name, "set --distributed-executor-backend ray, or set")
+            for name in (
+                "RayDistributedExecutor",
+                f"{EXECUTORS}.ray_executor.RayDistributedExecutor",
+                "BelowTheOlder",
+            )
+        ),
+    ],
+)
+def test_rays_older_executor_is_refused_and_the_cure_helps(model, given, cure, monkeypatch):
+    found = ray_executors()
+    if "RayDistributedExecutor" not in found:
+        pytest.skip("this vLLM has no older executor for Ray")
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(ConfigError, match="Ray's older executor calls the model runner") as refusal:
+        configure(model, distributed_executor_backend=found.get(given, given))
+    assert cure in str(refusal.value)
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+    configure(model, distributed_executor_backend="ray")
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0.0", "0.12.1"])

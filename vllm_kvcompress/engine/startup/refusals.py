@@ -19,6 +19,14 @@ _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 # what carries a step from the scheduler to the workers
 _STEP_PATH = ("_init_executor", "collective_rpc", "execute_model", "sample_tokens")
 _MP = "set --distributed-executor-backend mp"
+_EXECUTORS = "vllm.v1.executor"
+# These call each rank's worker for a step. Ray's is known by its path: it loads only where Ray is.
+_THROUGH_THE_WORKER = (
+    f"{_EXECUTORS}.multiproc_executor.MultiprocExecutor",
+    f"{_EXECUTORS}.uniproc_executor.UniProcExecutor",
+    f"{_EXECUTORS}.ray_executor_v2.RayExecutorV2",
+)
+_RAY_SWITCH = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
 def _platform(config: VllmConfig) -> str | None:
@@ -128,10 +136,8 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
 
 def _executor(config: VllmConfig) -> str | None:
     """vLLM takes a name, a class or an import path: what counts is the class that comes out."""
-    # imported where compression is asked for: vLLM itself loads them late
+    # imported where compression is asked for: vLLM itself loads it late
     from vllm.v1.executor import Executor
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
     parallel = config.parallel_config
     if getattr(parallel, "data_parallel_backend", "mp") == "ray":
@@ -140,23 +146,28 @@ def _executor(config: VllmConfig) -> str | None:
             " ray"
         )
     backend = parallel.distributed_executor_backend
-    # Ray's classes load only where Ray is installed, so they are not asked for.
-    if backend == "ray":
-        return _ray("ray", older=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True))
+    # Ray's classes load only where Ray is installed, so that one is not asked for.
+    if backend == "ray" and not getattr(envs, _RAY_SWITCH, True):
+        return _past_the_worker(f"unset {_RAY_SWITCH}", "ray")
     executor = Executor.get_class(config)
     executor_name = backend if isinstance(backend, str) else executor.__qualname__
-    if executor.uses_ray:
-        return _ray(executor_name, older=executor.__name__ == "RayDistributedExecutor")
-    if issubclass(executor, ExecutorWithExternalLauncher):
+    ancestry = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in executor.__mro__}
+    if f"{_EXECUTORS}.ray_executor.RayDistributedExecutor" in ancestry:
+        return _past_the_worker("set --distributed-executor-backend ray", executor_name)
+    if f"{_EXECUTORS}.uniproc_executor.ExecutorWithExternalLauncher" in ancestry:
         return (
             "ranks that an external launcher starts schedule on their own, which is not tested;"
             f" start one process and {_MP}, got {executor_name}"
         )
-    known = next((cls for cls in (MultiprocExecutor, UniProcExecutor) if issubclass(executor, cls)),
-                 None)  # fmt: skip
+    known = next((ancestry[path] for path in ancestry if path in _THROUGH_THE_WORKER), None)
     if known is None:
         return (
             "every step must go through the worker, which is known of vLLM's own executors alone;"
+            f" {_MP}, got {executor_name}"
+        )
+    if known.__name__ == "RayExecutorV2" and parallel.data_parallel_size > 1:
+        return (
+            "data-parallel ranks on Ray's executor are not tested; set --data-parallel-size 1, or"
             f" {_MP}, got {executor_name}"
         )
     own = [name for name in _STEP_PATH if getattr(executor, name) is not getattr(known, name)]
@@ -168,13 +179,11 @@ def _executor(config: VllmConfig) -> str | None:
     return None
 
 
-def _ray(executor_name: str, *, older: bool) -> str:
-    if older:
-        return (
-            "every step must go through the worker, and Ray's older executor calls the model runner"
-            f" itself; {_MP}, got {executor_name}"
-        )
-    return f"Ray's executor is not tested; {_MP}, got {executor_name}"
+def _past_the_worker(cure: str, executor_name: str) -> str:
+    return (
+        "every step must go through the worker, and Ray's older executor calls the model runner"
+        f" itself; {cure}, or {_MP}, got {executor_name}"
+    )
 
 
 def _elastic_experts(config: VllmConfig) -> str | None:

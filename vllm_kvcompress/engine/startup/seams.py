@@ -56,7 +56,6 @@ SEAMS = (
         "wrap",
         "vLLM says which executors send every step through the worker",
         "vllm.v1.executor:Executor.get_class(vllm_config)",
-        "vllm.v1.executor:Executor.uses_ray",
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
         "vllm.v1.executor.uniproc_executor:UniProcExecutor",
         "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher",
