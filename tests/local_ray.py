@@ -20,8 +20,6 @@ from vllm_kvcompress.demo.server import free_port
 # device that is not there; vLLM's CPU workers do not ask for it.
 DEVICE = "GPU"
 DEVICE_NAMED = broken("vllm.platforms.cpu", f"module.CpuPlatform.ray_device_key = {DEVICE!r}")
-
-
 # a variable that all processes of a Ray and no others have
 _MARK = "LOCAL_RAY"
 
@@ -53,12 +51,18 @@ def end(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait(60)
     try:
         wait_for(lambda: not processes(folder), 60)
-    finally:
+    except AssertionError:
         left = processes(folder)
-        for number in left:
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        assert not left
+        kill(folder)
+        raise AssertionError(left) from None
+
+
+def kill(folder: Path) -> None:
+    """End all that this folder's nodes have started, and their clients, at once."""
+    for number in processes(folder):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    wait_for(lambda: not processes(folder), 60)
 
 
 @contextmanager
@@ -72,8 +76,8 @@ def ray_folder() -> Iterator[tuple[Path, dict[str, str]]]:
     environment = {
         _MARK: str(folder),
         "RAY_TMPDIR": str(folder),
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DEDUP_LOGS": "0",  # each rank's own lines
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # without it Ray warns of a change to come
         "RAY_memory_monitor_refresh_ms": "0",  # it would end actors when others fill the memory
     }
     try:

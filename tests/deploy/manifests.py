@@ -15,6 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ROOT / "deploy" / "overlays"
 # What an operator applies: of example also the folders of its prefetch Job and its canary.
+GROUPS = ("multi-node", "multi-node-ray")  # of machines
 NAMES = sorted([path.name for path in OVERLAYS.iterdir()] + ["example/canary", "example/prefetch"])
 MONITORING = ROOT / "deploy" / "components" / "monitoring"
 OLDEST, NEWEST = "1.29", "1.37"  # of Kubernetes
@@ -73,6 +74,11 @@ def container(objects: list[dict[str, Any]], pod: int = 0) -> dict[str, Any]:
     found: list[dict[str, Any]] = pods(objects)[pod]["spec"]["containers"]
     assert len(found) == 1
     return found[0]
+
+
+def fetches(own: Mapping[str, Any]) -> bool:
+    """Whether a container fetches the model, and does not serve it."""
+    return "hf" in own.get("command", ())
 
 
 def arguments(

@@ -8,12 +8,14 @@ import kubernetes_validate
 import pytest
 
 from manifests import (
+    GROUPS,
     NAMES,
     NEWEST,
     OLDEST,
     ROOT,
     arguments,
     container,
+    fetches,
     one,
     pods,
     render,
@@ -99,7 +101,7 @@ def test_all_that_the_images_write_to_is_mounted(any_objects, request):
     for template in pods(any_objects):
         (own,) = template["spec"]["containers"]
         mounted = {mount["mountPath"] for mount in own["volumeMounts"]}
-        assert mounted - {"/compiled"} == (needed - {"/dev/shm"} if "command" in own else needed)
+        assert mounted - {"/compiled"} == (needed - {"/dev/shm"} if fetches(own) else needed)
         assert {v["name"] for v in template["spec"]["volumes"]} == {
             mount["name"] for mount in own["volumeMounts"]
         }
@@ -134,7 +136,7 @@ def test_secrets_are_named_and_a_gpus_api_key_must_be_there(any_objects, request
         }
         token = {"name": "vllm-secrets", "key": "hf-token", "optional": True}
         assert secrets.pop("HF_TOKEN") == token
-        if "command" in own:
+        if fetches(own):
             assert not secrets
             continue
         optional = "gpu" not in str(own["resources"])
@@ -156,9 +158,10 @@ def test_every_selector_finds_the_pods_and_no_others(rendered):
     def labels(name):
         return pods(rendered[name])[0]["metadata"]["labels"]
 
-    apart = {"canary", "multi-node", "prefetch"}  # all others stand in each other's place
+    # all others stand in each other's place, and the groups in one another's
+    apart = {"canary", "multi-node", "prefetch"}
     for path, objects in rendered.items():
-        name = path.rpartition("/")[2]
+        name = path.rpartition("/")[2].removesuffix("-ray")
         for made in objects:
             kinds = {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
             if made["kind"] not in kinds:
@@ -235,32 +238,34 @@ def test_the_canary_stands_beside_the_gpu_overlay(rendered):
 
 
 def test_gpus_are_asked_for_where_they_are_needed(rendered):
-    counts = {"cpu": None, "prefetch": None, "tensor-parallel": "4", "multi-node": "8"}
+    counts = {"cpu": None, "prefetch": None, "tensor-parallel": "4"} | dict.fromkeys(GROUPS, "8")
     for name in NAMES:
         for template in pods(rendered[name]):
             (own,) = template["spec"]["containers"]
             asked = counts.get(name.rpartition("/")[2], "1")
             assert own["resources"]["limits"].get("nvidia.com/gpu") == asked
             where = "registry.example.com/team/" if name.startswith("example") else ""
-            build = "cpu" if name == "cpu" else "cuda"
+            build = {"cpu": "cpu", "multi-node-ray": "cuda-ray"}.get(name, "cuda")
             assert own["image"] == f"{where}vllm-kvcompress:{__version__}-{build}"
 
 
 def test_tensor_parallelism_fills_a_pods_gpus_and_has_shared_memory(rendered):
-    for name, machines in (("tensor-parallel", 1), ("multi-node", 2)):
+    for name, machines in (("tensor-parallel", 1), *((group, 2) for group in GROUPS)):
         for number, template in enumerate(pods(rendered[name])):
             (own,) = template["spec"]["containers"]
             limits = own["resources"]["limits"]
             ranks = machines * int(limits["nvidia.com/gpu"])
-            assert f"--tensor-parallel-size={ranks}" in own["args"]
+            given = own.get("args", ["--headless"])  # a worker of Ray's is given none
+            assert f"--tensor-parallel-size={ranks}" in given or given == ["--headless"]
             (shm,) = [v for v in template["spec"]["volumes"] if v["name"] == "shm"]
             assert shm["emptyDir"]["medium"] == "Memory"
             assert int(shm["emptyDir"]["sizeLimit"].removesuffix("Gi")) >= 8 * ranks / machines
-            assert ("--headless" in own["args"]) == (number == 1)
+            assert ("--headless" in given) == (number == 1)
 
 
-def test_a_group_is_one_server(rendered):
-    objects = rendered["multi-node"]
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_is_one_server(rendered, name):
+    objects = rendered[name]
     group = one(objects, "LeaderWorkerSet")
     leader, worker = pods(objects)
     assert group["spec"]["leaderWorkerTemplate"]["size"] == int(GROUP["LWS_GROUP_SIZE"])

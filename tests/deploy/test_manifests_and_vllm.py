@@ -65,7 +65,10 @@ def test_the_autoscaler_asks_for_the_adapters_metric(rendered):
 def test_vllm_takes_the_arguments(rendered, name, demo_model):
     from vllm_kvcompress.config import CompressionConfig
 
-    for number in range(len(pods(rendered[name]))):
+    for number, pod in enumerate(pods(rendered[name])):
+        if "args" not in pod["spec"]["containers"][0]:  # a worker of Ray's
+            assert (name, number) == ("multi-node-ray", 1)
+            continue
         rank = {"LWS_WORKER_INDEX": str(number)}
         model, *flags = arguments(rendered[name], number, GROUP | rank)
         assert model == one(rendered[name], "ConfigMap", "settings")["data"]["MODEL"]
@@ -77,6 +80,8 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
             assert (engine.nnodes, engine.node_rank) == (2, number)
             assert engine.master_addr == GROUP["LWS_LEADER_ADDRESS"]
             assert args.headless == (number == 1)
+        backend = "ray" if name == "multi-node-ray" else None
+        assert engine.distributed_executor_backend == backend
         settings = CompressionConfig.parse(engine.additional_config["kvcompress"])
         if name.endswith("canary"):
             assert not settings.enabled

@@ -25,7 +25,7 @@ def test_compression_is_one_line_of_an_overlay_and_off_in_the_base():
         before, line, _ = text.partition("      - KV_COMPRESS=cake-chunk\n")
         assert line, name
         assert "What it costs: " in before[-400:], name
-    for name in ("canary", "prefetch", "example", "openshift", "tensor-parallel"):
+    for name in ("canary", "prefetch", "example", "openshift", "tensor-parallel", "multi-node-ray"):
         assert "KV_COMPRESS=" not in (OVERLAYS / name / "kustomization.yaml").read_text()
 
 

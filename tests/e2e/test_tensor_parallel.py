@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -178,34 +177,33 @@ def two_nodes():
         yield environment
 
 
-@contextmanager
-def ray_engine(model, environment, **options):
-    """An engine in this process, whose two workers are actors: one on each node of a Ray."""
-    import ray
-    from vllm.platforms.cpu import CpuPlatform
+def test_an_actor_that_could_not_pack_is_not_believed_by_the_others(model, two_nodes, on_two):
+    """As it is deployed, with the engine in a process of its own. What came before is right.
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in environment.keys() & {"RAY_ADDRESS", "RAY_TMPDIR"}:
-            patch.setenv(name, environment[name])
-        patch.setattr(CpuPlatform, "ray_device_key", DEVICE)
-        try:
-            with engine(
-                model,
-                tensor_parallel_size=2,
-                distributed_executor_backend="ray",
-                additional_config=SETTINGS,
-                max_model_len=2048,
-                **options,
-            ) as llm:
-                yield llm
-        finally:
-            ray.shutdown()
+    It stands before the tests of `on_ray`, whose actors hold both devices.
+    """
+    expected, _ = on_two
+    done = start(model, ROUNDS, "ray", **two_nodes, CANNOT_PACK="cake")
+    ended_with_the_rank(done)
+    assert answers(done) == [expected["snapkv"]]
 
 
 @pytest.fixture(scope="module")
 def on_ray(model, two_nodes):
-    with ray_engine(model, two_nodes, blocks=129) as llm:
-        yield llm
+    """An engine in this process, whose two workers are actors: one on each node."""
+    import ray
+    from vllm.platforms.cpu import CpuPlatform
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in two_nodes.keys() & {"RAY_ADDRESS", "RAY_TMPDIR"}:
+            patch.setenv(name, two_nodes[name])
+        patch.setattr(CpuPlatform, "ray_device_key", DEVICE)
+        options = dict(tensor_parallel_size=2, distributed_executor_backend="ray", blocks=129)
+        try:
+            with engine(model, additional_config=SETTINGS, max_model_len=2048, **options) as llm:
+                yield llm
+        finally:
+            ray.shutdown()
 
 
 def on_each(llm, look):
@@ -242,12 +240,13 @@ def test_actors_answer_as_processes_do(on_ray, on_two):
 
 def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray):
     scheduler, free = on_ray.scheduler, on_ray.free_blocks
-    heard, reported, update = [], [], scheduler.update_from_output
+    heard, reported, held, update = [], [], [], scheduler.update_from_output
 
     def updating(scheduler_output, output):
         plan, report = scheduler_output.kvcompress, getattr(output, "kvcompress", None)
         heard.append((plan, report and report.carried_out))
         reported.extend(report.packed if report else ())
+        held.append(free - on_ray.free_blocks)
         return update(scheduler_output, output)
 
     before = on_each(on_ray, lambda worker: worker.compressor.compressed)
@@ -262,6 +261,8 @@ def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray):
     long = [length for length in LENGTHS if length >= 128]
     assert sorted(packed.tokens for packed in reported) == long
     assert [now - then for now, then in zip(after, before, strict=True)] == [len(long)] * 2
+    whole = sum(-(-(length + LONG) // 32) for length in LENGTHS)
+    assert 0 < max(held[-LONG // 2 :]) < whole / 2
     assert on_ray.free_blocks == free
 
 
@@ -283,14 +284,6 @@ def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
     with pytest.raises(SeamError, match=r"\['long-.*'\], came back with none acknowledged"):
         step_to_the_end(on_ray, seen)
     assert not seen
-
-
-def test_an_actor_that_could_not_pack_is_not_believed_by_the_others(model, two_nodes, on_two):
-    """As it is deployed, with the engine in a process of its own. What came before is right."""
-    expected, _ = on_two
-    done = start(model, ROUNDS, "ray", **two_nodes, CANNOT_PACK="cake")
-    ended_with_the_rank(done)
-    assert answers(done) == [expected["snapkv"]]
 
 
 def test_a_node_without_this_package_is_told_before_anything_is_served(model):
