@@ -27,7 +27,8 @@ class Sizes:
 
     Args:
         layers: L. `heads`, `kv_heads`: query and KV heads on this rank. `head_dim`: of each.
-        itemsize: bytes of a key's element.
+        itemsize: bytes of an element of what the model computes, its queries for one.
+        stored: bytes of an element of a cached key; None for `itemsize`.
         longest: tokens of the longest sequence.
         block_size: tokens in a block.
         max_requests: requests that may be compressed at once.
@@ -43,6 +44,12 @@ class Sizes:
     block_size: int
     max_requests: int
     captured: int = 0
+    stored: int | None = None
+
+    @property
+    def cached(self) -> int:
+        """Bytes of an element of a cached key."""
+        return self.itemsize if self.stored is None else self.stored
 
     @property
     def rows(self) -> int:
@@ -57,7 +64,7 @@ class Sizes:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of its tokens in all layers."""
-        page = 2 * self.kv_heads * self.head_dim * self.itemsize * self.block_size
+        page = 2 * self.kv_heads * self.head_dim * self.cached * self.block_size
         return self.layers * page
 
 
@@ -196,7 +203,7 @@ def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> i
 def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None) -> int:
     """What waits to be moved in place: at most all of the pool, as far as that is known."""
     block = sizes.block_size
-    head_page = block * 2 * sizes.head_dim * sizes.itemsize
+    head_page = block * 2 * sizes.head_dim * sizes.cached
     # float32 keys and values of one layer, as they are and as pages
     merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
     largest = 0

@@ -108,6 +108,9 @@ _LOOKS_AHEAD_TYPES = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "pali
 
 _MODELOPT_CACHES = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 PLAIN_CACHES = frozenset({"auto", "float16", "bfloat16", "float32"})
+FLOAT8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Caches of one scale per layer, and what they hold, by vLLM's name."""
+_PER_HEAD = "attn_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +237,15 @@ def unsupported(traits: Traits) -> str | None:
     return _quantised(traits)
 
 
+def stored_in(traits: Traits) -> str:
+    """What keys and values are stored in, by vLLM's name; "auto" for the model's own dtype."""
+    return traits.cache if traits.cache != "auto" else traits.declared_cache or "auto"
+
+
 def _quantised(traits: Traits) -> str | None:
     """Why the KV cache's dtype cannot be, and the flags that mend it."""
-    stored = traits.cache if traits.cache != "auto" else traits.declared_cache or "auto"
-    if stored in ("auto", traits.dtype):
+    stored = stored_in(traits)
+    if stored in ("auto", traits.dtype) or stored in FLOAT8_CACHES:
         return None
     if traits.declared_cache is None:
         cure = "--kv-cache-dtype auto"
@@ -251,7 +259,10 @@ def _quantised(traits: Traits) -> str | None:
         whose = f"this checkpoint declares {stored}"
     if stored in PLAIN_CACHES:
         return f"keys and values must be stored in the model's {traits.dtype}; set {cure}, {whose}"
-    return f"quantised KV caches are not supported yet; set {cure}, {whose}"
+    return (
+        f"of quantised KV caches fp8 with one scale per layer is supported alone; set {cure},"
+        f" {whose}"
+    )
 
 
 def _generates(name: str) -> bool:
@@ -347,7 +358,9 @@ def _declared_cache(config: Mapping[str, Any]) -> str | None:
     if (named or "modelopt_quant_config" in inner) and inner.get("quant_algo"):
         method = "modelopt"
     if method == "compressed-tensors":
-        return "fp8" if quantization.get("kv_cache_scheme") else None
+        scheme = quantization.get("kv_cache_scheme")
+        per_head = isinstance(scheme, Mapping) and scheme.get("strategy") == _PER_HEAD
+        return ("fp8 per head" if per_head else "fp8") if scheme else None
     if not method.startswith("modelopt"):
         return None
     scheme = (

@@ -31,7 +31,8 @@ class PagedLayer:
         key_pages: ``[N, Hkv, D, block_size]``, any float dtype and strides.
         value_pages: ``[N, Hkv, block_size, D]``.
         pages: ``[ceil(S / block_size)]`` int64, the prompt's pages in order.
-        scale: factor on the attention logits.
+        scale: factor on the attention logits, that of a quantised key included.
+        value_scale: factor on the cached values.
     """
 
     layer: int
@@ -39,6 +40,7 @@ class PagedLayer:
     value_pages: torch.Tensor
     pages: torch.Tensor
     scale: float
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,10 @@ class Method:
             columns = replace(columns, keys=keys)
         if Reads.VALUES in self.scorer.reads:
             values = PagedValues(
-                value_pages=where.value_pages, pages=where.pages, tokens=plan.tokens
+                value_pages=where.value_pages,
+                pages=where.pages,
+                tokens=plan.tokens,
+                scale=where.value_scale,
             )
             columns = replace(columns, values=values)
         entropy = shift = column_variance = None

@@ -88,11 +88,13 @@ class PagedValues:
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order; of several layers
             ``[layers, ceil(tokens / block_size)]``, where `Columns.lengths` says what is read.
         tokens: prompt length S, or the longest layer's.
+        scale: factor on the cached values of one layer; of several, which are not compared, 1.
     """
 
     value_pages: torch.Tensor
     pages: torch.Tensor
     tokens: int
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

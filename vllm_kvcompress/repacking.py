@@ -17,6 +17,7 @@ import torch
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.growth import wrong_interval
+from vllm_kvcompress.model_traits import FLOAT8_CACHES
 from vllm_kvcompress.piece_settings import wrong_piece
 from vllm_kvcompress.pipeline import Method, Observed, method_of
 from vllm_kvcompress.plan import Columns, PagedValues
@@ -40,7 +41,7 @@ class Rows:
         pages: ``[N, W]`` int64, each row's pages in order; those behind its length are not read.
         lengths: ``[N]`` int32, tokens of each row: more than the window.
         most: tokens that no row exceeds, at most ``W * block_size``.
-        scale: factor on the attention logits.
+        scale: factor on the attention logits, or ``[N]`` float32, each row's own.
     """
 
     key_pages: torch.Tensor
@@ -48,7 +49,12 @@ class Rows:
     pages: torch.Tensor
     lengths: torch.Tensor
     most: int
-    scale: float
+    scale: float | torch.Tensor
+
+    def some(self, part: slice) -> "Rows":
+        """Some of these rows."""
+        scale = self.scale if isinstance(self.scale, float) else self.scale[part]
+        return replace(self, pages=self.pages[part], lengths=self.lengths[part], scale=scale)
 
 
 def adds_up(settings: CompressionConfig) -> bool:
@@ -119,6 +125,25 @@ def why_not_in_pieces(settings: CompressionConfig, block_size: int | None) -> st
     return None
 
 
+def why_not_merged(settings: CompressionConfig, stored: str | None, dtype: str) -> str | None:
+    """Why what merges tokens cannot be asked for, in a sentence; None if nothing forbids it.
+
+    Args:
+        stored: what the KV cache holds, by vLLM's name; None for the model's own dtype.
+        dtype: that.
+    """
+    if stored not in FLOAT8_CACHES:
+        return None
+    for variant in settings.variants:
+        if method_of(variant).merge:
+            return (
+                f"{variant.compress!r} merges tokens, which a KV cache in {stored} would have to"
+                " quantise anew; choose a method that does not merge, or set --kv-cache-dtype"
+                f" {dtype}"
+            )
+    return None
+
+
 def _possible() -> list[str]:
     presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
     return sorted(name for name, own in presets.items() if not obstacle(method_of(own)))
@@ -171,7 +196,7 @@ def observe_rows(
     parts, observed = [], []
     for start in range(0, len(rows.pages), at_once):
         some = slice(start, start + at_once)
-        own = replace(rows, pages=rows.pages[some], lengths=rows.lengths[some])
+        own = rows.some(some)
         asked, paid = (None if part is None else part[some] for part in (query, sums))
         scores, figures = _observe(method, own, asked, paid, window)
         parts.append(scores)
@@ -258,7 +283,7 @@ def attention_paid(rows: Rows, query: torch.Tensor, at_once: int) -> torch.Tenso
     found = []
     for start in range(0, len(rows.pages), at_once):
         some = slice(start, start + at_once)
-        own = replace(rows, pages=rows.pages[some], lengths=rows.lengths[some])
+        own = rows.some(some)
         found.append(_paid(own, query[some]))
     return torch.cat(found)
 

@@ -113,6 +113,24 @@ def test_its_bytes_are_those_the_engine_takes(llm, tiny):
 
 
 @pytest.mark.engine
+def test_the_bytes_of_a_quantised_cache_too(tiny):
+    given = settings("cake", 0.2, decode_budget=96)
+    options = dict(max_model_len=2048, max_num_seqs=64, kv_cache_dtype="fp8")
+    with engine(tiny, additional_config=given, **options) as llm:
+        cache, config = llm.scheduler.kv_cache_config, llm.worker.vllm_config
+        taken = sum(tensor.size for tensor in cache.kv_cache_tensors)
+        compression = active_settings(config.additional_config)
+        extra = device_bytes(config, compression)
+    more = dict(longest=2048, requests=64)
+    found = planned(tiny, 1000, 24, given["kvcompress"], cache_dtype="fp8", **more)
+    assert found.block_bytes * cache.num_blocks == taken
+    assert found.extra_bytes == extra
+    plain = planned(tiny, 1000, 24, given["kvcompress"], **more)
+    assert plain.block_bytes == 4 * found.block_bytes
+    assert plain.on.prefill == found.on.prefill
+
+
+@pytest.mark.engine
 def test_as_many_requests_fit_as_it_says(tiny):
     """All of them at once, none of them preempted, in a pool of the size that was planned for."""
     given, length, output = settings(budget=0.2)["kvcompress"], 640, 40
@@ -172,7 +190,11 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         (["TINY", "--len", 2000, "--kv-memory", "0.0001"], "must fit once"),
         (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
         (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
-        (["TINY", "--len", 2000, "--kv-cache-dtype", "fp8"], "set --kv-cache-dtype auto"),
+        (["TINY", "--len", 2000, "--kv-cache-dtype", "nvfp4"], "set --kv-cache-dtype auto"),
+        (
+            ["TINY", "--len", 2000, "--kv-cache-dtype", "fp8", "--kv-compress", "d2o"],
+            "merges tokens, which a KV cache in fp8 would",
+        ),
         (["TINY", "--len", 2000, "--gpu-memory", "1"], "leaves nothing for the KV cache; raise"),
         (["TINY", "--len", 2000, "--gpu-memory", "80", "--device", "cpu"], "give --kv-memory"),
         (["TINY", "--len", 9, "--gpu-memory-utilization", "1.5"], "must be in (0, 1], got 1.5"),

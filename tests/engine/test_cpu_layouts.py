@@ -12,6 +12,7 @@ from vllm import _custom_ops as ops
 from amx_layout import offsets, pretend_amx, pretend_no_amx
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
+from quantised import FLOAT8
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
 from vllm_kvcompress.engine.pages.layouts import Strided, Tiled, find_layout, read
 from vllm_kvcompress.errors import ConfigError
@@ -19,13 +20,14 @@ from vllm_kvcompress.errors import ConfigError
 HEADS = 3
 
 
-def kernels(isa: str):
-    """vLLM's own kernel that writes tokens into a page."""
+def kernels(isa: str, stored: str = "auto"):
+    """vLLM's own kernel that writes tokens into a page, of bytes if it stores float8."""
 
     def write(keys, values, page):
         _, heads, block, width = page.shape
         halves = page.view(1, heads, 2 * block, width // 2).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(block), isa)
+        where = *halves, torch.arange(block), isa
+        ops.cpu_attn_reshape_and_cache(keys, values, *where, kv_cache_dtype=stored)
 
     return write
 
@@ -40,9 +42,15 @@ def by_table(keys_at: torch.Tensor, values_at: torch.Tensor):
     return write
 
 
-def found(write, block, dim, dtype=torch.float32):
+def found(write, block, dim, dtype=torch.float32, stored=None):
     return find_layout(
-        write, block_size=block, kv_heads=HEADS, head_dim=dim, dtype=dtype, name="test"
+        write,
+        block_size=block,
+        kv_heads=HEADS,
+        head_dim=dim,
+        dtype=dtype,
+        name="test",
+        stored=stored,
     )
 
 
@@ -80,6 +88,23 @@ def test_vllms_own_kernels(isa, block, dim, dtype):
     layout = found(kernels(isa), block, dim, dtype)
     assert isinstance(layout, Tiled if isa == "amx" else Strided)
     comes_back(layout, kernels(isa), block, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (512, 128)])
+@pytest.mark.parametrize("name", FLOAT8)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_vllms_own_kernels_of_bytes(isa, name, block, dim, dtype):
+    stored = FLOAT8[name]
+    layout = found(kernels(isa, name), block, dim, dtype, stored)
+    assert isinstance(layout, Tiled if isa == "amx" else Strided)
+    given = torch.randn(2, block, HEADS, dim).to(stored)
+    pages = torch.zeros(3, HEADS, block, 2 * dim, dtype=torch.uint8)
+    keys, values = given.to(dtype)
+    kernels(isa, name)(keys, values, pages[1:2])
+    got = read(layout, pages.view(stored), torch.tensor([1]))
+    for part, want in zip((got[0][0].mT, got[1][0]), given.transpose(1, 2), strict=True):
+        assert torch.equal(part.to(dtype), want.to(dtype))
 
 
 def test_amx_pages_are_the_tiles_of_the_formulas():

@@ -130,9 +130,11 @@ def test_trap_12_attention_that_a_packed_page_cannot_serve(
     assert "without --kv-compress" in str(refusal.value)
 
 
-@pytest.mark.parametrize("stored", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("stored", ["fp8_inc", "nvfp4"])
 @pytest.mark.parametrize("impl", [CompressedCPUImpl, CompressedFlashImpl, CompressedTritonImpl])
-def test_a_layer_that_a_checkpoint_turned_to_fp8(impl, stored, vllm_config, monkeypatch):
+def test_a_layer_whose_cache_a_checkpoint_quantised_in_another_way(
+    impl, stored, vllm_config, monkeypatch
+):
     """However it came to be: vLLM decides it per layer, while it builds the model."""
     monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *a, **k: True,
                         raising=False)  # fmt: skip
@@ -184,15 +186,24 @@ def test_another_plugins_backend_is_not_thrown_out():
     assert not backend.is_overridden()
 
 
-def test_layers_that_scale_their_logits_differently(checkpoints_folder):
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"_k_scale": torch.ones(2)}, r"one positive scale per layer .* got \[1.0, 1.0\]"),
+        ({"_k_scale_float": 0.0}, "one positive scale per layer"),
+        ({"_v_scale_float": -1.0}, "one positive scale per layer"),
+    ],
+)
+def test_scales_that_are_not_one_per_layer(wrong, reason, checkpoints_folder):
     from vllm_kvcompress.engine.worker.worker import bind_compressor
 
-    with engine(make("llama-gqa", checkpoints_folder), additional_config=settings()) as llm:
+    model = make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=settings(), kv_cache_dtype="fp8") as llm:
         runner = llm.worker.model_runner
         context = llm.worker.vllm_config.compilation_config.static_forward_context
-        last = list(context.values())[-1]
-        last.impl.scale = last.impl.scale * 2
-        with pytest.raises(SeamError, match="one factor on the logits"):
+        for name, value in wrong.items():
+            setattr(list(context.values())[-1], name, value)
+        with pytest.raises(SeamError, match=reason):
             bind_compressor(
                 llm.worker.vllm_config, llm.worker.settings, runner, runner.kv_cache_config
             )

@@ -14,6 +14,7 @@ from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages import pool as page_pool
 from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.policies.presets import PRESETS
 from vllm_kvcompress.repacking import adds_up, merges, ring_window
@@ -22,6 +23,11 @@ from waits import launches, nothing_uploaded_or_read
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 5, 4, 2, 64, 16
+
+
+def scales_on(device: str) -> Scales:
+    """No two layers' are alike, as those of a quantised cache."""
+    return Scales([0.1 + 0.01 * layer for layer in range(LAYERS)], [1.0] * LAYERS, device)
 
 
 def pool_on(device: str) -> PagePool:
@@ -49,7 +55,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
         settings,
         pool_on("meta"),
         kv_layouts.INTERLEAVED,
-        scale=0.1,
+        scales=scales_on("meta"),
         num_layers=LAYERS,
         queries=(HEADS, DIM, torch.bfloat16),
     )
@@ -89,7 +95,7 @@ def test_warming_up_writes_nothing_but_the_null_block(preset):
             device=torch.device("cpu"),
         )
     packing = repacker.Repacker(
-        Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS), pool.ring
+        Packer(pool, kv_layouts.INTERLEAVED, scales=scales_on("cpu"), num_layers=LAYERS), pool.ring
     )
     packing.warm_up(settings, settings.resolved_decode_window)
     packing.warm_up(settings, settings.resolved_window, (HEADS, DIM, torch.bfloat16))
@@ -134,7 +140,7 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
             dtype=torch.bfloat16,
             device=torch.device("meta"),
         )
-    packer = Packer(pool, kv_layouts.INTERLEAVED, scale=0.1, num_layers=LAYERS)
+    packer = Packer(pool, kv_layouts.INTERLEAVED, scales=scales_on("meta"), num_layers=LAYERS)
     with nothing_uploaded_or_read():
         repacker.Repacker(packer, pool.ring).warm_up(settings, window)
     # of keys and of values one KV head at a time: staged, and written; merged, all heads at once

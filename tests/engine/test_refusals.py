@@ -49,7 +49,28 @@ def test_the_settings_are_part_of_vllms_hash(model):
             "speculative decoding",
             "--speculative-config",
         ),
-        ({"kv_cache_dtype": "fp8"}, "quantised KV caches", "--kv-cache-dtype auto"),
+        (
+            {"kv_cache_dtype": "fp8_per_token_head"},
+            "of quantised KV caches fp8 with one scale per layer is supported alone",
+            "--kv-cache-dtype auto",
+        ),
+        *(
+            (
+                {"kv_cache_dtype": "fp8_e4m3", "additional_config": settings(**own)},
+                "merges tokens, which a KV cache in fp8_e4m3 would have to quantise anew",
+                "--kv-cache-dtype bfloat16",
+            )
+            for own in (
+                {"compress": "d2o"},
+                {"compress": "snapkv", "merge": "values"},
+                {"compress": "snapkv", "allow_override": "d2o"},
+            )
+        ),
+        (
+            {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
+            "all layers must store keys and values alike",
+            "--kv-cache-dtype-skip-layers",
+        ),
         (
             {"kv_cache_dtype": "float16"},
             "keys and values must be stored in the model's bfloat16",

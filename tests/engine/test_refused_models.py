@@ -17,6 +17,7 @@ from vllm_kvcompress.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
 MIXED = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
 LINEAR = ["full_attention", "linear_attention", "full_attention", "full_attention"]
 FP8 = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
+PER_HEAD = {**FP8, "strategy": "attn_head"}
 COMPRESSED = dict(
     quant_method="compressed-tensors", format="float-quantized", ignore=[], config_groups={}
 )
@@ -29,8 +30,8 @@ POOLING = f"only generating models decode, this one is for pooling; {WITHOUT}"
 
 def declares(dtype: str, cache: str) -> str:
     return (
-        f"quantised KV caches are not supported yet; set --kv-cache-dtype {dtype}, this checkpoint"
-        f" declares {cache}"
+        "of quantised KV caches fp8 with one scale per layer is supported alone; set"
+        f" --kv-cache-dtype {dtype}, this checkpoint declares {cache}"
     )
 
 
@@ -124,21 +125,24 @@ MODELS = {
     "chunks": (
         dict(attention_chunk_size=64), f"{EVERY} attends in chunks of 64; {WITHOUT}",
     ),
-    "compressed-tensors": (
-        dict(quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8)),
-        declares("bfloat16", "fp8"),
+    "compressed-tensors, fp8": (
+        dict(quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8)), "",
     ),
-    "compressed-tensors, float16": (
-        dict(dtype="float16", quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8)),
-        declares("float16", "fp8"),
+    "compressed-tensors, fp8 in float16": (
+        dict(dtype="float16", quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8)), "",
     ),
-    "modelopt": (
-        dict(quantization_config=dict(**MODELOPT, kv_cache_quant_algo="FP8")),
-        declares("bfloat16", "fp8_e4m3"),
+    "compressed-tensors, a scale per head": (
+        dict(
+            dtype="float16",
+            quantization_config=dict(**COMPRESSED, kv_cache_scheme=PER_HEAD),
+        ),
+        declares("float16", "fp8 per head"),
     ),
-    "modelopt by scheme": (
-        dict(quantization_config=dict(**MODELOPT, kv_cache_scheme=FP8)),
-        declares("bfloat16", "fp8_e4m3"),
+    "modelopt, fp8": (
+        dict(quantization_config=dict(**MODELOPT, kv_cache_quant_algo="FP8")), "",
+    ),
+    "modelopt, fp8 by scheme": (
+        dict(quantization_config=dict(**MODELOPT, kv_cache_scheme=FP8)), "",
     ),
     "modelopt, fp4 cache": (
         dict(quantization_config=dict(**MODELOPT, kv_cache_quant_algo="NVFP4")),
@@ -157,6 +161,7 @@ def test_trap_12_the_engine_and_plan_say_the_same_of_a_model(edited, name):
         assert shape.kv_heads == model.get_total_num_kv_heads()
         assert (shape.layers, shape.head_dim) == (4, model.get_head_size())
         assert shape.dtype == str(model.dtype).removeprefix("torch.")
+        assert shape.stored == (1 if "fp8" in name else 2)
         return
     with pytest.raises(ConfigError) as ours:
         shape_of(read_config(path))
@@ -173,9 +178,9 @@ def test_trap_12_the_engine_and_plan_say_the_same_of_a_model(edited, name):
         assert shape.longest == config.model_config.max_model_len == 512
 
 
-def test_a_float32_model_with_an_fp8_cache_is_told_to_change_both(edited):
+def test_a_float32_model_with_a_quantised_cache_is_told_to_change_both(edited):
     """--kv-cache-dtype knows no float32."""
-    path = edited(quantization_config=dict(**COMPRESSED, kv_cache_scheme=FP8))
+    path = edited(quantization_config=dict(**COMPRESSED, kv_cache_scheme=PER_HEAD))
     with pytest.raises(ConfigError, match="set --dtype bfloat16 --kv-cache-dtype bfloat16"):
         configure(path, dtype="float32")
     configure(path, dtype="bfloat16", kv_cache_dtype="bfloat16")
@@ -183,7 +188,7 @@ def test_a_float32_model_with_an_fp8_cache_is_told_to_change_both(edited):
 
 def test_modelopts_older_file_of_its_own_is_read(edited):
     path = edited()
-    declared = dict(quant_algo="FP8", kv_cache_quant_algo="FP8")
+    declared = dict(quant_algo="FP8", kv_cache_quant_algo="NVFP4")
     old = dict(producer=dict(name="modelopt"), quantization=declared)
     Path(path, "hf_quant_config.json").write_text(json.dumps(old))
     for refused in (lambda: configure(path), lambda: shape_of(read_config(path))):

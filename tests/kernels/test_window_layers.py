@@ -88,6 +88,26 @@ def test_rows_of_other_lengths_get_what_they_get_alone(lengths, pooled, dtype):
         torch.testing.assert_close(got.shift, alone.shift, **close)
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_each_row_has_its_scale(pooled):
+    """As layers of a quantised cache have."""
+    queries, cache, pages = prompt(3, 70, 6, 2, 16, 16, 8, torch.bfloat16)
+    scales = torch.tensor([0.3, 0.017, 1.9])
+    asked = {"variance": True, "maximum": True, "pooled": pooled}
+    together = window_scores_of_layers(queries, cache, pages, 70, scales, **asked)
+    for query, own, scale, got in zip(queries, pages, scales.tolist(), together, strict=True):
+        alone = window_scores(query, cache, own, 70, scale, **asked)
+        for name in got._fields:
+            assert torch.equal(getattr(got, name), getattr(alone, name)), name
+
+
+@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones(3).double(), torch.ones(3, 1)])
+def test_scales_are_checked(scale):
+    queries, cache, pages = prompt(3, 40, 6, 2, 16, 16, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"scale must be a number or \[3\] float32; got"):
+        window_scores_of_layers(queries, cache, pages, 40, scale, variance=True)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block", "w", "dtype"),
     [

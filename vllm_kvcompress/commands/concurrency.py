@@ -149,6 +149,7 @@ def sizes_on_rank(
         kv_heads=max(kv // ranks, 1),
         head_dim=shape.head_dim,
         itemsize=shape.itemsize,
+        stored=shape.stored,
         longest=longest,
         block_size=block_size,
         max_requests=max_requests,

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import SENTENCE_EMBEDDER, text_config, traits_of, unsupported
+from vllm_kvcompress.model_traits import (
+    FLOAT8_CACHES,
+    SENTENCE_EMBEDDER,
+    stored_in,
+    text_config,
+    traits_of,
+    unsupported,
+)
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -39,7 +46,8 @@ class ModelShape:
         heads: query heads.
         kv_heads: KV heads.
         head_dim: size of a head.
-        dtype: what keys and values are stored in: a key of `ITEMSIZE`.
+        dtype: what the model computes in: a key of `ITEMSIZE`.
+        cache: what keys and values are stored in, by vLLM's name; None for `dtype`.
         longest: tokens that the model was made for; None where its config does not say.
     """
 
@@ -49,10 +57,16 @@ class ModelShape:
     head_dim: int
     dtype: str
     longest: int | None
+    cache: str | None = None
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of an element of a cached key."""
+        return self.itemsize if self.cache is None else 1
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -167,6 +181,7 @@ def shape_of(
         head_dim=int(dim or _figure(text, _WIDTH) // heads),
         dtype=stored,
         longest=longest,
+        cache=stored_in(traits) if stored_in(traits) in FLOAT8_CACHES else None,
     )
 
 

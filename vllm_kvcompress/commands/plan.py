@@ -13,7 +13,7 @@ from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.presets import RECOMMENDED
-from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces
+from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -128,6 +128,8 @@ def ask(
     shape = shape_of(
         config, dtype, cache_dtype=cache_dtype, disable_sliding_window=disable_sliding_window
     )
+    if (reason := why_not_merged(checked, shape.cache, shape.dtype)) is not None:
+        raise ConfigError(reason)
     load = Load(prompt=length, output=output)
     if longest is not None and longest < length + output:
         raise ConfigError(

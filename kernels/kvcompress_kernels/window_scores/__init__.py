@@ -68,7 +68,7 @@ def window_scores_of_layers(
     key_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
-    scale: float,
+    scale: float | torch.Tensor,
     *,
     variance: bool,
     maximum: bool = False,
@@ -83,6 +83,7 @@ def window_scores_of_layers(
     Args:
         queries: N of ``[w, Hq, D]``.
         pages: ``[N, ceil(tokens / block_size)]`` int64, each layer's pages of the prompt in order.
+        scale: the same factor for all, or ``[N]`` float32, each layer's own, all positive.
 
     Raises:
         ValueError: as `window_scores`, or there is no layer.
@@ -106,7 +107,7 @@ def window_scores_of_rows(
     key_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
-    scale: float,
+    scale: float | torch.Tensor,
     *,
     lengths: torch.Tensor | None = None,
     variance: bool,
@@ -124,6 +125,7 @@ def window_scores_of_rows(
         pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order; those behind its
             length are not read.
         tokens: the length of every row, or where there are `lengths` one that none exceeds.
+        scale: the same factor for all, or ``[N]`` float32, each row's own, positive (unchecked).
         lengths: ``[N]`` int32: w < length <= tokens (unchecked: checking would sync).
 
     Returns:
@@ -145,6 +147,10 @@ def window_scores_of_rows(
     require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
     require(maximum or not pooled, name, "pooled is of a maximum; ask for that too", maximum)
     check_pages(name, pages, tokens, key_pages.shape[3], rows)
+    if isinstance(scale, torch.Tensor):
+        right = scale.shape == (rows,) and scale.dtype == torch.float32
+        got = tuple(scale.shape), scale.dtype
+        require(right, name, f"scale must be a number or [{rows}] float32", got)
     if lengths is not None:
         right = lengths.shape == (rows,) and lengths.dtype == torch.int32
         got = tuple(lengths.shape), lengths.dtype

@@ -91,6 +91,7 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     keys,  # [pages, Hkv, D, block]
     pages,  # [N, W]
     lengths,  # [N]
+    factors,  # [N]: each row's own `factor`; None where all have one
     tops,  # [N, splits, Hq * w]
     sums,  # [N, splits, Hq * w]
     past_sums,  # the same over the past's columns; None unless rows are pooled
@@ -122,6 +123,8 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     kv = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     tokens = tl.load(lengths + row).to(tl.int32)
+    if factors is not None:
+        factor = tl.load(factors + row)
     past = tokens - w
     first = split * SPAN
     if first >= tokens:
@@ -246,6 +249,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     keys,
     pages,
     lengths,
+    factors,
     row_tops,
     log_sums,
     total_out,  # [N, Hq, size - w]
@@ -282,6 +286,8 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     kv = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     tokens = tl.load(lengths + row).to(tl.int32)
+    if factors is not None:
+        factor = tl.load(factors + row)
     past = tokens - w
     first = split * SPAN
     if first >= tokens:

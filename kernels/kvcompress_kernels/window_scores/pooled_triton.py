@@ -24,6 +24,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
     keys,
     pages,
     lengths,
+    factors,
     row_tops,
     log_sums,
     shares,
@@ -55,6 +56,8 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
     kv = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     tokens = tl.load(lengths + row).to(tl.int32)
+    if factors is not None:
+        factor = tl.load(factors + row)
     past = tokens - w
     first = split * SPAN
     if first >= tokens:

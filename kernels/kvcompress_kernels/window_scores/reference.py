@@ -90,7 +90,7 @@ def run_rows(
     key_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
-    scale: float,
+    scale: float | torch.Tensor,
     lengths: torch.Tensor | None,
     variance: bool,
     maximum: bool,
@@ -99,10 +99,11 @@ def run_rows(
     """Row by row; what a shorter row has no token for is 0."""
     block = key_pages.shape[3]
     every = [tokens] * len(query) if lengths is None else lengths.tolist()
+    factors = scale.tolist() if isinstance(scale, torch.Tensor) else [scale] * len(query)
     found: list[WindowScores] = []
-    for asked, own, length in zip(query, pages, every, strict=True):
+    for asked, own, length, factor in zip(query, pages, every, factors, strict=True):
         used = own[: -(-length // block)]
-        scores = run(asked, key_pages, used, length, scale, variance, maximum, pooled)
+        scores = run(asked, key_pages, used, length, factor, variance, maximum, pooled)
         behind = 0, tokens - length
         found.append(
             scores._replace(

@@ -28,7 +28,7 @@ def run_rows(
     key_pages: torch.Tensor,
     pages: torch.Tensor,
     tokens: int,
-    scale: float,
+    scale: float | torch.Tensor,
     lengths: torch.Tensor | None,
     variance: bool,
     maximum: bool,
@@ -42,8 +42,12 @@ def run_rows(
     check_cache(name, key_pages)
 
     # The kernels take the top of the logits before they scale, so the scale must be positive.
-    if scale < 0:
-        query, scale = -query, -scale
+    factor, factors = 1.0, None
+    if isinstance(scale, torch.Tensor):
+        factors = scale / math.log(2)
+    else:
+        query, factor = (query, scale) if scale >= 0 else (-query, -scale)
+        factor /= math.log(2)
     model = w, group, dim, max(query.itemsize, key_pages.itemsize)
     partials_shapes = _partials_shapes(*model, pooled)
     sm = architecture(query.device)
@@ -51,7 +55,6 @@ def run_rows(
     layout = 0 if pages.shape[1] == 1 else block
     splits, lines = triton.cdiv(tokens, SPAN), heads * w
     strides = (*query.stride(), pages.stride(0), *key_pages.stride())
-    factor = scale / math.log(2)
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -74,7 +77,7 @@ def run_rows(
     tiles = triton.cdiv(group, partials_shapes["HEADS"])
     tiles *= triton.cdiv(w, partials_shapes["WINDOW"])
     partials_kernel[(tiles * splits, kv_heads, rows)](
-        *(query, key_pages, pages, lengths, tops, sums, past_sums, pooled_sums),
+        *(query, key_pages, pages, lengths, factors, tops, sums, past_sums, pooled_sums),
         *(factor, w, group, splits),
         *strides,
         BLOCK=layout,
@@ -95,7 +98,7 @@ def run_rows(
     shifts = result(rows, parts) if variance else None
     most = result(rows, heads, tokens) if maximum else None
     columns_kernel[(tiles * splits, kv_heads, rows)](
-        *(query, key_pages, pages, lengths, row_tops, log_sums),
+        *(query, key_pages, pages, lengths, factors, row_tops, log_sums),
         *(total, spread, recent, last, None if pooled else most, entropies, shifts),
         *(factor, w, group, tokens),
         *strides,
@@ -105,7 +108,7 @@ def run_rows(
     if pooled:
         pooled_shapes = _pooled_shapes(*model, sm)
         pooled_kernel[(triton.cdiv(group, pooled_shapes["HEADS"]) * splits, kv_heads, rows)](
-            *(query, key_pages, pages, lengths, row_tops, log_sums, shares, most),
+            *(query, key_pages, pages, lengths, factors, row_tops, log_sums, shares, most),
             *(factor, w, group, tokens),
             *strides,
             BLOCK=layout,
@@ -203,17 +206,21 @@ def builds(sm: int) -> list[Build]:
             ("window_scores log_sum pooled", {**plain, **pooled}),
         )
     ]
-    for of in float8(sm).values():
+    for dtype, of in float8(sm).items():
         all_builds += _builds(128, 32, of, sm)
+        if dtype == torch.float8_e4m3fn:  # whose layers may each have a scale
+            all_builds += _builds(128, 32, of, sm, scaled=True)
     for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 16, 64, 128))]:
         all_builds += _builds(dim, w, "*bf16", sm)
     return all_builds
 
 
-def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
+def _builds(dim: int, w: int, of: str, sm: int, *, scaled: bool = False) -> list[Build]:
     strides = [f"s_query_{axis}" for axis in ("row", "token", "head")]
     strides += ["s_pages", "s_page", "s_head", "s_slot"]
     inputs = {"query": "*bf16", "keys": of, "pages": "*i64", "lengths": "*i32"}
+    if scaled:
+        inputs["factors"] = "*fp32"
     numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
     aligned = [*inputs, *(x for x in strides if x != "s_pages")]
     outputs = ("total_out", "recent_out", "last_out", "entropies")
@@ -221,8 +228,10 @@ def _builds(dim: int, w: int, of: str, sm: int) -> list[Build]:
 
     def build(kernel: Any, part: str, pointers: Sequence[str], size: str, config: Any) -> Build:
         constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **config}
+        if not scaled:
+            constexprs["factors"] = None
         return Build(
-            name=f"window_scores {part} D{dim} w{w}{named(of)}",
+            name=f"window_scores {part} D{dim} w{w}{named(of)}{' scaled' if scaled else ''}",
             kernel=kernel,
             signature={**inputs, **dict.fromkeys(pointers, "*fp32"), **numbers, size: "i32"},
             warps=constexprs.pop("num_warps"),

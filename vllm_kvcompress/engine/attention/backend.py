@@ -18,7 +18,7 @@ from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
 from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
 from vllm_kvcompress.errors import ConfigError, SeamError
-from vllm_kvcompress.model_traits import PLAIN_CACHES, Traits, unsupported
+from vllm_kvcompress.model_traits import FLOAT8_CACHES, PLAIN_CACHES, Traits, unsupported
 
 Backends = Mapping[AttentionBackendEnum, str]
 
@@ -125,16 +125,17 @@ class CompressedImpl(ABC):
             )
         # vLLM gives a layer its own dtype where a checkpoint's quantisation says so
         stored = attributes.get("kv_cache_dtype", "auto")
-        if stored not in PLAIN_CACHES:
+        if stored not in PLAIN_CACHES and stored not in FLOAT8_CACHES:
             model = Traits(dtype=_default_dtype(), declared_cache=stored, cache=stored)
             raise ConfigError(f"--kv-compress: {unsupported(model)}")
 
     @abstractmethod
-    def layout(self, layer: Any) -> Layout:
+    def layout(self, layer: Any, dtype: torch.dtype) -> Layout:
         """How K and V lie inside the pages of this layer's cache.
 
         Args:
             layer: vLLM's attention layer, whose cache is there.
+            dtype: of the keys and values that the layer computes.
         """
 
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
@@ -162,6 +163,9 @@ class CompressedImpl(ABC):
         )
         if compressor is None:
             return result
+        if query.itemsize == 1:
+            # attention takes them quantised there; their scale is one of the layer's
+            query = query.to(compressor.queries_dtype)
         if keeps and compressor.pool.ring is not None:
             compressor.pool.ring.store(self._layer, query)
         if compressor.watching:

@@ -5,6 +5,7 @@ compressed request runs it once per layer with that layer's block table and leng
 """
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from vllm_kvcompress.engine.attention.backend import (
 )
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.model_traits import FLOAT8_CACHES
 
 
 class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
@@ -107,7 +109,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
 class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
     """CPU_ATTN's attention."""
 
-    def layout(self, layer: Any) -> kv_layouts.Layout:
+    def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         """That of the kernels which vLLM chose for this processor and dtype, read off them.
 
         Raises:
@@ -115,16 +117,21 @@ class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
         """
         _, heads, block, width = layer.kv_cache.shape
 
+        # a quantised cache is told by what it holds at a scale of 1
+        plain = SimpleNamespace(isa=layer.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+        float8 = FLOAT8_CACHES.get(self.kv_cache_dtype)
+
         def write(keys: torch.Tensor, values: torch.Tensor, page: torch.Tensor) -> None:
-            self.do_kv_cache_update(layer, keys, values, page, torch.arange(block))
+            self.do_kv_cache_update(plain, keys, values, page, torch.arange(block))
 
         return kv_layouts.find_layout(
             write,
             block_size=block,
             kv_heads=heads,
             head_dim=width // 2,
-            dtype=layer.kv_cache.dtype,
+            dtype=dtype,
             name=layer.isa,
+            stored=None if float8 is None else getattr(torch, float8),
         )
 
 

@@ -111,14 +111,14 @@ class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder
 class CompressedFlashImpl(CompressedImpl, FlashAttentionImpl):
     """FLASH_ATTN's attention."""
 
-    def layout(self, layer: Any) -> kv_layouts.Layout:
+    def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED
 
 
 class CompressedTritonImpl(CompressedImpl, TritonAttentionImpl):
     """TRITON_ATTN's attention."""
 
-    def layout(self, layer: Any) -> kv_layouts.Layout:
+    def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED
 
 

@@ -20,6 +20,7 @@ from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
 from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.pipeline import Method, method_of
 from vllm_kvcompress.plan import page_plan
 from vllm_kvcompress.policies.base import Reads
@@ -73,7 +74,7 @@ class PromptCompressor:
         settings: the engine's settings, for what they say of the log and for `warm_up`.
         pool: the page pool of this worker's layers.
         layout: how keys and values lie in the pool's pages.
-        scale: factor on the attention logits.
+        scales: of each layer.
         num_layers: layers on this worker, L.
         queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
     """
@@ -84,7 +85,7 @@ class PromptCompressor:
         pool: PagePool,
         layout: Layout,
         *,
-        scale: float,
+        scales: Scales,
         num_layers: int,
         queries: tuple[int, int, torch.dtype],
     ) -> None:
@@ -94,10 +95,10 @@ class PromptCompressor:
         self._settings = settings
         self.packer: Packer
         if isinstance(layout, Tiled):
-            self.packer = TiledPacker(pool, layout, scale=scale, num_layers=num_layers)
+            self.packer = TiledPacker(pool, layout, scales=scales, num_layers=num_layers)
         else:
-            self.packer = Packer(pool, layout, scale=scale, num_layers=num_layers)
-        self._queries = queries
+            self.packer = Packer(pool, layout, scales=scales, num_layers=num_layers)
+        self._queries, self.queries_dtype = queries, queries[2]
         self.repacker = Repacker(self.packer, pool.ring)
         self._due: list[Due] = []
         # Attention to add up after this step, with its row; prompts whose answers grow from it on.

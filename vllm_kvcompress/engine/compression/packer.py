@@ -12,6 +12,7 @@ from vllm_kvcompress.engine.compression.merging import Held, merged_pages, merge
 from vllm_kvcompress.engine.messages.step import Compression
 from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.memory import layers_at_once
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
 from vllm_kvcompress.plan import PagePlan
@@ -68,7 +69,7 @@ class Packer:
     Args:
         pool: the page pool of this worker's layers.
         layout: how keys and values lie in its pages.
-        scale: factor on the attention logits.
+        scales: of each layer.
         num_layers: layers on this worker, L.
     """
 
@@ -77,12 +78,12 @@ class Packer:
         pool: PagePool,
         layout: Strided,
         *,
-        scale: float,
+        scales: Scales,
         num_layers: int,
     ) -> None:
         self.pool, self.num_layers = pool, num_layers
-        self.keys, self.values = layout.views(pool.pages)
-        self.scale, self._longest = scale, pool.longest
+        self.keys, self.values = layout.views(pool.elements)
+        self.scales, self._longest = scales, pool.longest
 
     def read(self, pages: torch.Tensor) -> PageViews:
         """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
@@ -99,7 +100,8 @@ class Packer:
             key_pages=self.keys,
             value_pages=self.values,
             pages=self.pool.flat_ids(layer, blocks),
-            scale=self.scale,
+            scale=self.scales.logits[layer],
+            value_scale=self.scales.values[layer],
         )
 
     def pack(self, finished: Finished) -> torch.Tensor:
@@ -194,7 +196,7 @@ class Packer:
                 watched[0].key_pages,
                 torch.stack([place.pages for place in watched]),
                 plan.tokens,
-                self.scale,
+                self.scales.of_layers([place.layer for place in watched]),
                 variance=Reads.VARIANCE in method.reads,
                 maximum=Reads.MAXIMUM in method.reads,
                 pooled=Reads.POOLED in method.reads,

@@ -110,7 +110,7 @@ class Repacker:
             most: tokens that the layer holds at most.
         """
         columns = min(-(-most // self._pool.block_size), self._pool.columns)
-        place = self._place(*self._pool.held_in(layer, row, columns))
+        place = self._place(*self._pool.held_in(layer, row, columns), layer)
         self._add_to(place, query[None])
 
     def _add_to(self, place: _Place, query: torch.Tensor) -> None:
@@ -252,8 +252,15 @@ class Repacker:
             pool.sums.write(targets[:, :widest], counts, sums.gather(2, kept.clamp(min=0).long()))
         return every_count
 
-    def _place(self, tables: torch.Tensor, lengths: torch.Tensor) -> _Place:
-        """What some rows of this step's batch hold: ``[R, L, W]`` int64 and ``[R, L]`` int32."""
+    def _place(
+        self, tables: torch.Tensor, lengths: torch.Tensor, layer: int | None = None
+    ) -> _Place:
+        """What some rows of this step's batch hold: ``[R, L, W]`` int64 and ``[R, L]`` int32.
+
+        Args:
+            layer: the only one of these rows; None where they have all.
+        """
+        scales = self._packer.scales
         if lengths.device.type == "cpu":
             # It costs nothing to ask, and tables are as wide as any layer could be.
             tables = tables[..., : -(-int(lengths.max()) // self._pool.block_size)]
@@ -265,7 +272,7 @@ class Repacker:
             pages=cache.pages,
             lengths=lengths.flatten(),
             most=tables.shape[2] * self._pool.block_size,
-            scale=self._packer.scale,
+            scale=scales.of_requests(len(lengths)) if layer is None else scales.logits[layer],
         )
         return _Place(cache=cache, rows=rows, pages=pages)
 

@@ -8,6 +8,7 @@ from vllm_kvcompress.engine.compression.merging import Held, merged_pages, merge
 from vllm_kvcompress.engine.compression.packer import Finished, Move, Packer
 from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.pipeline import PagedLayer
 from vllm_kvcompress.plan import PagePlan
 from vllm_kvcompress.policies.base import Reads
@@ -23,20 +24,20 @@ class TiledPacker(Packer):
     Args:
         pool: the page pool of this worker's layers.
         layout: how keys and values lie in its pages.
-        scale: factor on the attention logits.
+        scales: of each layer.
         num_layers: layers on this worker, L.
     """
 
-    def __init__(self, pool: PagePool, layout: Tiled, *, scale: float, num_layers: int) -> None:
+    def __init__(self, pool: PagePool, layout: Tiled, *, scales: Scales, num_layers: int) -> None:
         self.pool, self.num_layers = pool, num_layers
-        self._layout, self.scale = layout, scale
+        self._layout, self.scales = layout, scales
         # Layers are never scored together, since each is unpacked to be read.
         self._longest = 0
 
     def read(self, pages: torch.Tensor) -> PageViews:
         return (
-            self._layout.unpack_keys(self.pool.pages, pages),
-            self._layout.unpack_values(self.pool.pages, pages),
+            self._layout.unpack_keys(self.pool.elements, pages),
+            self._layout.unpack_values(self.pool.elements, pages),
         )
 
     def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
@@ -47,10 +48,11 @@ class TiledPacker(Packer):
         with_values = pages if Reads.VALUES in reads else none
         return PagedLayer(
             layer=layer,
-            key_pages=self._layout.unpack_keys(self.pool.pages, with_keys),
-            value_pages=self._layout.unpack_values(self.pool.pages, with_values),
+            key_pages=self._layout.unpack_keys(self.pool.elements, with_keys),
+            value_pages=self._layout.unpack_values(self.pool.elements, with_values),
             pages=torch.arange(len(pages)),
-            scale=self.scale,
+            scale=self.scales.logits[layer],
+            value_scale=self.scales.values[layer],
         )
 
     def opened(self, pages: torch.Tensor) -> Opened:
@@ -74,7 +76,7 @@ class TiledPacker(Packer):
             head = torch.arange(len(position))[:, None]
             keys = cache.keys[page, head, :, slot].unflatten(1, (count, size)).transpose(0, 1)
             values = cache.values[page, head, slot].unflatten(1, (count, size)).transpose(0, 1)
-            self._layout.pack(self.pool.pages, targets[row, :count].long(), keys.mT, values)
+            self._layout.pack(self.pool.elements, targets[row, :count].long(), keys.mT, values)
 
     def merge_in_place(
         self,
@@ -96,9 +98,9 @@ class TiledPacker(Packer):
                 last = self.read(page)
                 for part, tokens in zip((last[0].mT, last[1]), tails, strict=True):
                     part[:, :, : held.tail] = tokens
-                self._layout.pack(self.pool.pages, page, *last)
+                self._layout.pack(self.pool.elements, page, *last)
             pages = targets[row, :count].long()
-            self._layout.pack(self.pool.pages, pages, keys[:count].mT, values[:count])
+            self._layout.pack(self.pool.elements, pages, keys[:count].mT, values[:count])
             thresholds.append(near)
         return torch.cat(thresholds)
 
@@ -123,7 +125,7 @@ class TiledPacker(Packer):
         """Keys and values of the pages that one layer keeps."""
         count, size = int(counts), plan.block_size
         position = kept[0, :, : count * size].long()
-        tokens = self._layout.tokens(self.pool.pages, prompt[position // size], position % size)
+        tokens = self._layout.tokens(self.pool.elements, prompt[position // size], position % size)
         keys, values = (part.unflatten(1, (count, size)).transpose(0, 1) for part in tokens)
         return keys.mT, values
 
@@ -148,10 +150,10 @@ class TiledPacker(Packer):
             for part, tokens in zip(last, tail, strict=True):
                 # the tail's block is the request's own: no hash, no other reader
                 part[0, :, : plan.tail] = tokens
-            self._layout.pack(self.pool.pages, prompt[-1:], last[0].mT, last[1])
+            self._layout.pack(self.pool.elements, prompt[-1:], last[0].mT, last[1])
         return keys[: int(counts)].mT, values[: int(counts)]
 
     def _write(self, waiting: list[tuple[torch.Tensor, PageViews]]) -> None:
         while waiting:
             pages, kept = waiting.pop()
-            self._layout.pack(self.pool.pages, pages, *kept)
+            self._layout.pack(self.pool.elements, pages, *kept)

@@ -42,8 +42,8 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Digits = tuple[tuple[int, int], ...]
 """An index in mixed radix, the fastest digit first: ``(values, stride in elements)`` of each."""
 
-_RADIX = 128
-"""Whole numbers below it are exact in every dtype of a cache."""
+_RADIX, _FLOAT8_RADIX = 128, 8
+"""Whole numbers below it are exact in every dtype of a cache; in those of one byte."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -208,7 +208,14 @@ Layout = Strided | Tiled
 
 
 def find_layout(
-    write: Write, *, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, name: str
+    write: Write,
+    *,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    name: str,
+    stored: torch.dtype | None = None,
 ) -> Layout:
     """The layout in which `write` leaves its tokens.
 
@@ -217,8 +224,10 @@ def find_layout(
 
     Args:
         write: puts keys and values ``[block_size, Hkv, D]``, contiguous, into the slots of one page
-            ``[1, Hkv, block_size, 2 * D]`` of `dtype`, in order.
+            ``[1, Hkv, block_size, 2 * D]`` in order: of `dtype`, or bytes that are `stored`.
+        dtype: of the keys and values that are written.
         name: what the kernels are called, for an error.
+        stored: the float8 that a quantised cache holds, at a scale of 1; None for `dtype`.
 
     Raises:
         ConfigError: elements are missing, or no digits of t and d say where they lie.
@@ -226,27 +235,29 @@ def find_layout(
     shape = block_size, kv_heads, head_dim
     refused = ConfigError(
         f"--kv-compress must know how the kernels {name!r} store keys and values, and found no"
-        f" order in a page of {block_size} tokens with head dim {head_dim} in {dtype}; serve"
-        " without --kv-compress on this machine"
+        f" order in a page of {block_size} tokens with head dim {head_dim} in {stored or dtype};"
+        " serve without --kv-compress on this machine"
     )
 
     def written(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """``[Hkv, elements]`` of a page with these."""
-        page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=dtype)
+        raw = dtype if stored is None else torch.uint8
+        page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=raw)
         tensors = [x.to(dtype).expand(shape).contiguous() for x in (keys, values)]
         write(tensors[0], tensors[1], page)
-        return page[0].flatten(1)
+        return page.view(stored or dtype)[0].flatten(1)
 
     def arrived(number: torch.Tensor) -> torch.Tensor:
         """Where each element of a head with this number is, by digits."""
         numbers, place = torch.zeros_like(written(number, number), dtype=torch.int64), 1
         while place <= int(number.max()):
-            digit = number // place % _RADIX
-            numbers += written(digit, digit).long() * place
-            place *= _RADIX
+            digit = number // place % radix
+            numbers += written(digit, digit).to(dtype).long() * place
+            place *= radix
         return numbers
 
-    is_value = written(torch.zeros(1), torch.ones(1)).long()
+    radix = _RADIX if stored is None else _FLOAT8_RADIX
+    is_value = written(torch.zeros(1), torch.ones(1)).to(dtype).long()
     token = arrived(torch.arange(block_size)[:, None, None])
     dim = arrived(torch.arange(head_dim))
     number = (is_value * block_size + token) * head_dim + dim
@@ -261,10 +272,13 @@ def find_layout(
     layout: Layout = Tiled(keys, values)
     if keys.strided and values.strided:
         layout = Strided(lambda pages: (keys.view(pages).mT, values.view(pages)))
-    k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    k, v = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(stored or dtype)
+        for n in (0, 1)
+    )
     page = written(k, v).view(1, kv_heads, block_size, 2 * head_dim)
     if not all(
-        torch.equal(unpacked[0], original.to(dtype).permute(order))
+        torch.equal(unpacked[0].to(dtype), original.to(dtype).permute(order))
         for unpacked, original, order in zip(
             read(layout, page, torch.zeros(1, dtype=torch.int64)),
             (k, v),

@@ -90,6 +90,7 @@ class PagePool:
         max_requests: requests that may be compressed at once.
         max_rows: rows of the largest batch, padding included.
         max_blocks: pages that a layer of a request has at most, packed and ordinary ones.
+        stored: the float8 that a quantised cache holds; None for the layers' own dtype.
     """
 
     def __init__(
@@ -100,8 +101,11 @@ class PagePool:
         max_rows: int,
         max_blocks: int,
         block_size: int,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.pages, self.layer_offset, self.block_stride = flat_pages(layers)
+        # The same in the dtype of what they hold: vLLM's own are bytes where that is a float8.
+        self.elements = self.pages if stored is None else self.pages.view(stored)
         self.block_size = block_size
         count, device = len(layers), self.pages.device
         self._packed = torch.zeros(

@@ -6,7 +6,12 @@ from dataclasses import dataclass, fields
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.config import CompressionConfig
@@ -17,6 +22,7 @@ from vllm_kvcompress.piece_settings import wrong_piece
 from vllm_kvcompress.pieces import standing_blocks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SCALED = KVQuantMode.FP8_PER_TENSOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +86,11 @@ def compressed_specs(
                 "--kv-compress needs full attention in every layer, but"
                 f" {name} is {_describe(spec)}; serve this model without --kv-compress"
             )
-        if spec.dtype not in _FLOATS or spec.head_size_v != spec.head_size:
+        known = spec.dtype in _FLOATS or spec.kv_quant_mode == _SCALED
+        if not known or spec.head_size_v != spec.head_size:
             raise ConfigError(
-                "--kv-compress needs unquantised keys and values of one size, but"
+                "--kv-compress needs keys and values of one size, in floats or in fp8 with one"
+                " scale per layer, but"
                 f" {name} keeps {spec.head_size} and {spec.head_size_v} of {spec.dtype}; serve"
                 " this model without --kv-compress"
             )

@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import Traits, traits_of, unsupported
-from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces
+from vllm_kvcompress.model_traits import FLOAT8_CACHES, Traits, stored_in, traits_of, unsupported
+from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -266,6 +266,27 @@ def _prompts_in_pieces(config: VllmConfig, settings: CompressionConfig) -> str |
     return why_not_in_pieces(settings, config.cache_config.block_size)
 
 
+def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    cache = config.cache_config
+    traits = model_traits(config)
+    stored = stored_in(traits)
+    if stored not in FLOAT8_CACHES:
+        return None
+    if reason := why_not_merged(settings, stored, traits.dtype):
+        return reason
+    if skipped := list(getattr(cache, "kv_cache_dtype_skip_layers", ())):
+        return (
+            "all layers must store keys and values alike; remove --kv-cache-dtype-skip-layers,"
+            f" got {skipped}"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        return (
+            "scales must not change under what is cached; remove --calculate-kv-scales, and take"
+            " a checkpoint that brings them"
+        )
+    return None
+
+
 def front_end() -> str | None:
     """Why the process that takes requests cannot be ours; None when it is vLLM's in Python."""
     if envs.VLLM_USE_RUST_FRONTEND:
@@ -305,6 +326,6 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    for of_settings in (_window_fits, _answers_bounded, _prompts_in_pieces):
+    for of_settings in (_quantised, _window_fits, _answers_bounded, _prompts_in_pieces):
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

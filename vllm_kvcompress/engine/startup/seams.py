@@ -312,6 +312,7 @@ SEAMS = (
         "vllm.v1.kv_cache_interface:FullAttentionSpec"
         "(head_size_v, sliding_window, attention_chunk_size)",
         "vllm.v1.kv_cache_interface:KVCacheSpec",
+        "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
         "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
     ),
     *_seams(
@@ -323,6 +324,7 @@ SEAMS = (
         "vllm.model_executor.layers.attention:Attention",
         "vllm.v1.kv_cache_interface:KVCacheConfig(num_blocks, kv_cache_groups)",
         "vllm.v1.outputs:ModelRunnerOutput",
+        "vllm.utils.torch_utils:kv_cache_dtype_str_to_dtype(kv_cache_dtype, model_config)",
     ),
     *_seams(
         "attention",

@@ -1,6 +1,7 @@
 """Device memory that compression takes beside the KV cache, from vLLM's configuration."""
 
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.memory import Sizes, bytes_beside, table_columns
@@ -18,6 +19,7 @@ def sizes_of(config: VllmConfig) -> Sizes:
         longest=int(model.max_model_len),
         block_size=int(config.cache_config.block_size),
         max_requests=int(config.scheduler_config.max_num_seqs),
+        stored=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize,
         captured=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
 

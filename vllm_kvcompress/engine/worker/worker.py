@@ -30,10 +30,12 @@ from vllm_kvcompress.engine.messages.settings import settings_given
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
+from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.scheduling.cache_spec import compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.memory import ring_bytes
+from vllm_kvcompress.model_traits import FLOAT8_CACHES
 from vllm_kvcompress.repacking import keeps_sums, merges, ring_window
 
 logger = init_logger("vllm.kvcompress")
@@ -159,12 +161,6 @@ def bind_compressor(
             f" {len(kv_cache_config.kv_cache_groups)} KV cache groups, {len(builders)} builders"
             f" and foreign classes {sorted({cls.__name__ for cls in wrong})}"
         )
-    scales = {layer.impl.scale for layer in layers}
-    if len(scales) != 1:
-        raise SeamError(
-            f"compression needs one factor on the logits in all layers, got {sorted(scales)};"
-            " serve this model without --kv-compress"
-        )
     block_size = group.kv_cache_spec.block_size
     caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
     if caches[0].shape[0] != kv_cache_config.num_blocks:
@@ -178,6 +174,7 @@ def bind_compressor(
         max_rows=max_rows(config),
         max_blocks=max_blocks(config, settings, kv_cache_config.num_blocks),
         block_size=block_size,
+        stored=stored_in(layers),
     )
     heads, dim = layers[0].impl.num_heads, layers[0].impl.head_size
     pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
@@ -189,8 +186,8 @@ def bind_compressor(
     compressor = PromptCompressor(
         settings,
         pool,
-        layers[0].impl.layout(layers[0]),
-        scale=scales.pop(),
+        layers[0].impl.layout(layers[0], config.model_config.dtype),
+        scales=scales_of(layers, pool.pages.device),
         num_layers=len(layers),
         queries=(heads, dim, config.model_config.dtype),
     )
@@ -199,6 +196,43 @@ def bind_compressor(
     builders[0].bind(compressor, batch_order(runner))
     watch_every_layer(runner, compressor, config.parallel_config)
     return compressor
+
+
+def stored_in(layers: Sequence[Attention]) -> torch.dtype | None:
+    """The float8 that these layers' caches hold; None where they are not quantised."""
+    names = {FLOAT8_CACHES.get(layer.impl.kv_cache_dtype) for layer in layers}
+    if len(names) > 1:
+        raise SeamError(
+            "compression needs all layers' KV caches in one dtype, got"
+            f" {sorted({layer.impl.kv_cache_dtype for layer in layers})}; serve this model without"
+            " --kv-compress"
+        )
+    name = names.pop()
+    return None if name is None else getattr(torch, name)
+
+
+def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
+    """The layers' factors. A checkpoint's scales say nothing where the cache is not quantised.
+
+    Raises:
+        SeamError: a layer has a scale per head, or one that is not positive.
+    """
+    if stored_in(layers) is None:
+        return Scales([layer.impl.scale for layer in layers], [1.0] * len(layers), device)
+    logits, values = [], []
+    for layer in layers:
+        key, value = layer._k_scale_float, layer._v_scale_float
+        if layer._k_scale.numel() > 1 or min(key, value) <= 0:
+            raise SeamError(
+                "compression needs one positive scale per layer on cached keys and values, got"
+                f" {layer._k_scale.tolist()} and {layer._v_scale.tolist()} in {layer.layer_name};"
+                " serve this model without --kv-compress"
+            )
+        # queries that attention takes quantised are divided by theirs before it
+        query = layer._q_scale_float if layer.query_quant is not None else 1.0
+        logits.append(layer.impl.scale * key * query)
+        values.append(value)
+    return Scales(logits, values, device)
 
 
 def query_ring(

@@ -106,6 +106,7 @@ class Caote:
         where = columns.values.value_pages, columns.values.pages, columns.values.tokens
         if columns.lengths is None:
             scores = value_scores(weights, *where, fast=self.fast, reduce=self.reduce)
+            scores *= columns.values.scale
         else:
             scores = value_scores_of_rows(
                 *(weights.view(columns.layers, -1, weights.shape[1]), *where),
