@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -61,6 +63,25 @@ MIXTURES = {  # of experts
         {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, **EXPERTS},
     ),
 }  # fmt: skip
+_W, _F = "sliding_attention", "full_attention"
+HYBRIDS = {  # layers with a sliding window beside full ones
+    "gemma3": Shape(
+        Gemma3TextConfig, 7, 4, 2, 32,
+        {
+            "sliding_window": 96,
+            "layer_types": [_W, _W, _F, _W, _W, _F, _W],
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+    "gpt-oss": Shape(
+        GptOssConfig, 4, 4, 2, 32,
+        {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral-windows": Shape(
+        MistralConfig, 7, 4, 2, 32,
+        {"sliding_window": 128, "layer_types": [_F, _W, _F, _W, _W, _F, _W]},
+    ),
+}  # fmt: skip
 
 
 def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
@@ -68,7 +89,7 @@ def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     path = folder / name
     if (path / "config.json").exists():
         return str(path)
-    shape = {**SHAPES, **MIXTURES}[name]
+    shape = {**SHAPES, **MIXTURES, **HYBRIDS}[name]
     config = shape.config(
         vocab_size=vocab,
         hidden_size=shape.heads * shape.head_dim,

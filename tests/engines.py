@@ -62,7 +62,9 @@ class Engine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        # of a model with sliding windows, that of the layers which are compressed
+        self.manager = next((each for each in managers if hasattr(each, "planner")), managers[0])
         executor = self.core.model_executor
         if not hasattr(executor, "driver_worker"):
             return  # its workers are in other processes
@@ -130,16 +132,21 @@ class Engine:
         for _ in range(3):
             self.llm.llm_engine.step()
 
-    def record_attention(self) -> dict[int, dict[str, list[Any]]]:
+    def record_attention(self, all_layers: bool = False) -> dict[int, dict[str, list[Any]]]:
         """From now on: per layer, what its attention was called with and gave, step by step.
 
-        Of each step's tokens ``[n, heads * dim]``: "q", "k", "v" and "out".
+        By the layer's number among those that are compressed; where `all_layers` are recorded, by
+        its number in the model.
+
+        Of each step's tokens ``[n, heads * dim]``: "q", "k", "v" and "out"; and "sinks", logits of
+        the query heads' sinks or None.
         """
         seen: dict[int, dict[str, list[Any]]] = {}
         context = self.worker.vllm_config.compilation_config.static_forward_context
-        for layer in context.values():
-            if not hasattr(layer, "impl"):
-                continue  # a layer of experts
+        attention = [layer for layer in context.values() if hasattr(layer, "impl")]
+        for at, layer in enumerate(attention):
+            if not all_layers and layer.impl._compressor is None:
+                continue  # one with a sliding window
             forward = layer.impl.forward
 
             def recording(
@@ -150,9 +157,12 @@ class Engine:
                 *rest: Any,
                 forward: Any = forward,
                 impl: Any = layer.impl,
+                at: int = at,
                 **named: Any,
             ) -> Any:
-                kept = seen.setdefault(impl._layer, {"q": [], "k": [], "v": [], "out": []})
+                sinks, number = getattr(impl, "sinks", None), at if all_layers else impl._layer
+                kept = seen.setdefault(number, {"q": [], "k": [], "v": [], "out": []})
+                kept["sinks"] = None if sinks is None else sinks.detach().double()
                 for name, part in (("q", q), ("k", k), ("v", v)):
                     kept[name].append(part.clone())
                 out = forward(lay, q, k, v, *rest, **named)

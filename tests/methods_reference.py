@@ -10,15 +10,39 @@ import numpy as np
 # -- attention ---------------------------------------------------------------------------------
 
 
+class Queries(np.ndarray):
+    """Queries ``[Hq, S, D]`` of a layer whose heads have sinks, ``[Hq]`` logits."""
+
+    sinks: np.ndarray | None = None
+
+    def __array_finalize__(self, source):
+        self.sinks = getattr(source, "sinks", None)
+
+
+def with_sinks(q, sinks):
+    """The same queries, of a layer with these sinks; None for none."""
+    own = np.asarray(q).view(Queries)
+    own.sinks = sinks
+    return own
+
+
+def softmax(s, sink=None):
+    """Of a row of logits; a sink is one more, which gets its share and stands in no column."""
+    top = s.max() if sink is None else max(s.max(), sink)
+    e = np.exp(s - top)
+    return e / (e.sum() + (0 if sink is None else math.exp(sink - top)))
+
+
 def attention(q, k, rows):
     """``[Hq, len(rows), S]``: causal softmax of the given rows."""
     group, tokens, dim = len(q) // len(k), k.shape[1], k.shape[2]
+    sinks, q = getattr(q, "sinks", None), np.asarray(q)
     a = np.zeros((len(q), len(rows), tokens))
     for h in range(len(q)):
+        sink = None if sinks is None else sinks[h]
         for at, i in enumerate(rows):
             s = k[h // group, : i + 1] @ q[h, i] / math.sqrt(dim)
-            e = np.exp(s - s.max())
-            a[h, at, : i + 1] = e / e.sum()
+            a[h, at, : i + 1] = softmax(s, sink)
     return a
 
 

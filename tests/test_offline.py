@@ -100,11 +100,27 @@ def check_layer(preset, got, layer, score, past, w):
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "random"])
 @pytest.mark.parametrize("ratio", [0.5, 0.37])
 def test_equals_the_reference(preset, shape, ratio):
+    equals_the_reference(preset, shape, ratio)
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "random"])
+def test_equals_the_reference_where_a_sink_takes_part_of_every_row(preset):
+    """gpt-oss's: from next to nothing to nearly all, another one for every head and layer."""
+    layers, heads, *_ = SHAPES["gqa"]
+    order = np.random.RandomState(3).permutation(layers * heads)
+    sinks = torch.linspace(-30, 12, layers * heads)[order]
+    equals_the_reference(preset, "gqa", 0.5, sinks.view(layers, heads))
+
+
+def equals_the_reference(preset, shape, ratio, sinks=None):
     w = WINDOWS.get(preset, 32)
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
     q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
-    got = compress(q, k, v, policy=preset, budget=ratio)
+    got = compress(q, k, v, policy=preset, budget=ratio, sinks=sinks)
     exact = [tuple(x[i].double().numpy() for x in (q, k, v)) for i in range(layers)]
+    if sinks is not None:
+        own = sinks.double().numpy()
+        exact = [(ref.with_sinks(q, own[i]), k, v) for i, (q, k, v) in enumerate(exact)]
     scores = [scores_of(preset, *layer, w) for layer in exact]
     base = max(math.floor(ratio * tokens), w + 1) - w
     budgets = budgets_of(preset, exact, scores, base, ratio, w)

@@ -19,6 +19,7 @@ class KeptMap:
         share: ``[L][buckets]``, of the pairs of a KV head and a position in the bucket, the part
             that stays. Bucket b holds the positions ``p`` with ``p * buckets // prompt_tokens ==
             b``.
+        numbers: the layers' places in the model; empty where all are compressed.
     """
 
     model: str
@@ -28,6 +29,12 @@ class KeptMap:
     kv_heads: int
     kept_tokens: Sequence[float]
     share: Sequence[Sequence[float]]
+    numbers: Sequence[int] = ()
+
+    @property
+    def names(self) -> Sequence[int]:
+        """What the layers are called: their places in the model."""
+        return self.numbers or range(self.layers)
 
     @property
     def layers(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.layer_groups import LayerGroups
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.plan import PagePlan, page_plan
@@ -26,13 +27,16 @@ class Sizes:
     """What the memory of one rank depends on.
 
     Args:
-        layers: L. `heads`, `kv_heads`: query and KV heads on this rank. `head_dim`: of each.
+        layers: L, those that are compressed.
+        heads, kv_heads: query and KV heads on this rank. `head_dim`: of each.
         itemsize: bytes of an element of what the model computes, its queries for one.
         stored: bytes of an element of a cached key; None for `itemsize`.
         longest: tokens of the longest sequence.
         block_size: tokens in a block.
         max_requests: requests that may be compressed at once.
         captured: rows of the largest CUDA graph, 0 without graphs.
+        groups: all layers of the model; None where L are all.
+        in_flight: tokens of all requests that are computed at once.
     """
 
     layers: int
@@ -45,6 +49,8 @@ class Sizes:
     max_requests: int
     captured: int = 0
     stored: int | None = None
+    groups: LayerGroups | None = None
+    in_flight: int = 1
 
     @property
     def cached(self) -> int:
@@ -61,11 +67,17 @@ class Sizes:
         """Columns of a block table of the longest sequence."""
         return _aligned(-(-self.longest // self.block_size))
 
+    def windowed_blocks(self, tokens: int, in_flight: int = 1) -> int:
+        """Blocks that the windowed layers of a request of so many tokens take at most."""
+        if self.groups is None:
+            return 0
+        return self.groups.windowed_blocks(tokens, in_flight, self.block_size)
+
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of its tokens in all layers."""
+        """Bytes of one block: keys and values of its tokens in all layers of a group."""
         page = 2 * self.kv_heads * self.head_dim * self.cached * self.block_size
-        return self.layers * page
+        return (self.layers if self.groups is None else self.groups.size) * page
 
 
 def _aligned(count: int) -> int:

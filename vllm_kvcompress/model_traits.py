@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_kvcompress.layer_groups import FULL, WINDOWED, LayerGroups, layer_groups, layer_types
+
 _WITHOUT = "serve this model without --kv-compress"
-_EVERY_LAYER = "every layer must be full attention, this model"
+_EVERY_LAYER = "every layer must be full attention, or some a sliding window, this model"
 
 _PARTS = ("text_config", "llm_config", "language_config", "generator", "decoder")
-_FULL = frozenset({"full_attention", "attention"})
 
 # model types that keep one latent per token (vLLM looks at the type, then at these keys)
 _LATENT_KEYS = ("kv_lora_rank", "compress_ratios")
@@ -83,10 +84,6 @@ STATE_SPACE_ARCHITECTURES = frozenset(
 
 # what stands for any architecture in a folder of sentence-transformers, which embeds
 SENTENCE_EMBEDDER = "SentenceTransformerModel"
-# model types whose layers have windows, named or not
-_MIXED_TYPES = ("gemma2", "gemma3", "gemma4", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4")
-_MIXED_LAYERS = ("full_attention", "sliding_attention")
-
 # what vLLM makes of an architecture's name when nobody says ``--runner``; the first that fits
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _POOLING = ("ForTextEncoding", "Classification", "Modeling", "MaskedLM", "Model")
@@ -174,9 +171,7 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
     text = text_config(config) if text is None else text
     names = {str(name) for name in config.get("architectures") or text.get("architectures") or ()}
     kind = str(text.get("model_type") or "")
-    types = tuple(str(name) for name in text.get("layer_types") or ())
-    if not types and kind.startswith(_MIXED_TYPES):
-        types = _MIXED_LAYERS
+    types = layer_types(text)
     return Traits(
         latent=any(text.get(key) for key in _LATENT_KEYS),
         alibi=_alibi(text, kind, names),
@@ -209,16 +204,21 @@ def unsupported(traits: Traits) -> str | None:
         return f"diffusion models take tokens back after they were counted; {_WITHOUT}"
     if traits.encoder_decoder:
         return f"encoder-decoder models are not supported; {_WITHOUT}"
-    if set(traits.layer_types) - _FULL and not traits.state_space:
-        return f"{_EVERY_LAYER} has {sorted(set(traits.layer_types))}; {_WITHOUT}"
+    kinds = set(traits.layer_types)
+    if kinds - FULL - {WINDOWED} and not traits.state_space:
+        return f"{_EVERY_LAYER} has {sorted(kinds)}; {_WITHOUT}"
     if traits.state_space:
         return f"{_EVERY_LAYER} has state-space layers; {_WITHOUT}"
     if traits.uneven:
         return f"every layer must have the same KV heads, and this model's differ; {_WITHOUT}"
-    if traits.window is not None:
+    if WINDOWED in kinds and kinds & FULL:
+        if reason := _grouped(traits):
+            return reason
+    elif traits.window is not None:
         return (
-            f"{_EVERY_LAYER} has a sliding window of {traits.window}; {_WITHOUT}, or pass"
-            " --disable-sliding-window for prompts shorter than it"
+            f"some layer must be full attention, all of this model have a sliding window of"
+            f" {traits.window}; {_WITHOUT}, or pass --disable-sliding-window for prompts shorter"
+            " than it"
         )
     if traits.chunk:
         return f"{_EVERY_LAYER} attends in chunks of {traits.chunk}; {_WITHOUT}"
@@ -235,6 +235,23 @@ def unsupported(traits: Traits) -> str | None:
     if traits.shared:
         return f"layers must not share KV caches, and {traits.shared} of this model do; {_WITHOUT}"
     return _quantised(traits)
+
+
+def groups(traits: Traits, layers: int) -> LayerGroups:
+    """How vLLM groups the layers of a model that has so many."""
+    return layer_groups(traits.layer_types, layers, traits.window)
+
+
+def _grouped(traits: Traits) -> str | None:
+    """Why a model that has layers of both kinds cannot be; they must be one group of full ones."""
+    own = groups(traits, len(traits.layer_types))
+    if own.full_groups > 1:
+        return (
+            "the layers with full attention must be one group for vLLM, which makes"
+            f" {own.full_groups} of this model's {len(own.full)}, since {own.windowed} have a"
+            f" window; {_WITHOUT}"
+        )
+    return None
 
 
 def stored_in(traits: Traits) -> str:
@@ -289,7 +306,7 @@ def _state_space(
     names: set[str],
     types: tuple[str, ...],
 ) -> bool:
-    if types and set(types) <= _FULL:
+    if types and set(types) <= FULL:
         # Some hybrids' configs name no other layer, such as Granite 4.0 Micro's.
         return False
     listed = config.get("attn_type_list") or text.get("attn_type_list") or ()
@@ -299,7 +316,7 @@ def _state_space(
         or any(part in kind for part in _STATE_SPACE_TYPES)
         or any(text.get(key) for key in _STATE_SPACE_KEYS)
         or any(kind_of_layer != 1 for kind_of_layer in listed)
-        or set(blocks) - _FULL
+        or set(blocks) - FULL
     )
 
 

@@ -54,6 +54,7 @@ def compress(
     budget: float | int,
     page_size: int = 1,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Compressed:
     """Compress one prompt's cache as the engine does at the end of its prefill.
 
@@ -71,12 +72,23 @@ def compress(
         page_size: tokens that are kept or dropped together; 1 is the method's exact budget, the
             engine's block size is what the engine keeps.
         scale: factor on the attention logits; None takes ``D ** -0.5``.
+        sinks: ``[L, Hq]`` any float dtype, each head's sink: a logit in every row's softmax for no
+            key, as gpt-oss has them. None without.
 
     Raises:
         ConfigError: `policy` or `budget` is wrong.
         ValueError: the tensors' shapes or dtypes do not fit each other, or `scale` is not finite.
     """
     _check(queries, keys, values, page_size, scale)
+    if sinks is not None and (
+        not isinstance(sinks, torch.Tensor)
+        or sinks.dtype not in DTYPES
+        or sinks.shape != queries.shape[:2]
+    ):
+        shape = getattr(sinks, "shape", None), getattr(sinks, "dtype", type(sinks))
+        raise ValueError(
+            f"compress: sinks must be {tuple(queries.shape[:2])} of one of {DTYPES}; got {shape}"
+        )
     raw_settings: Any = {"compress": policy} if isinstance(policy, str) else policy
     if isinstance(raw_settings, Mapping):
         raw_settings = {**raw_settings, "budget": budget}
@@ -97,6 +109,7 @@ def compress(
             value_pages=_paged(values[layer], page_size),
             pages=pages,
             scale=dim**-0.5 if scale is None else scale,
+            sinks=None if sinks is None else sinks[layer].float(),
         )
         for layer in range(layers)
     ]
@@ -117,7 +130,9 @@ def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.T
     sums = None
     reads = method.reads_of(where.layer)
     if Reads.COLUMN_SUMS in reads:
-        sums = column_sums(rows, where.key_pages, where.pages, plan.tokens, where.scale)
+        sums = column_sums(
+            rows, where.key_pages, where.pages, plan.tokens, where.scale, where.sinks
+        )
     window = None
     if Reads.WINDOW in reads:
         window = window_scores(
@@ -129,6 +144,7 @@ def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.T
             variance=Reads.VARIANCE in method.reads,
             maximum=Reads.MAXIMUM in method.reads,
             pooled=Reads.POOLED in method.reads,
+            sinks=where.sinks,
         )
     return method.observe(where, plan, window, sums)
 

@@ -33,6 +33,7 @@ class PagedLayer:
         pages: ``[ceil(S / block_size)]`` int64, the prompt's pages in order.
         scale: factor on the attention logits, that of a quantised key included.
         value_scale: factor on the cached values.
+        sinks: ``[Hq]`` float32, the logits of the query heads' sinks; None without.
     """
 
     layer: int
@@ -41,6 +42,7 @@ class PagedLayer:
     pages: torch.Tensor
     scale: float
     value_scale: float = 1.0
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

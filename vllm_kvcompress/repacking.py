@@ -42,6 +42,7 @@ class Rows:
         lengths: ``[N]`` int32, tokens of each row: more than the window.
         most: tokens that no row exceeds, at most ``W * block_size``.
         scale: factor on the attention logits, or ``[N]`` float32, each row's own.
+        sinks: ``[N, Hq]`` float32, the logits of each row's sinks; None without.
     """
 
     key_pages: torch.Tensor
@@ -50,11 +51,18 @@ class Rows:
     lengths: torch.Tensor
     most: int
     scale: float | torch.Tensor
+    sinks: torch.Tensor | None = None
 
     def some(self, part: slice) -> "Rows":
         """Some of these rows."""
         scale = self.scale if isinstance(self.scale, float) else self.scale[part]
-        return replace(self, pages=self.pages[part], lengths=self.lengths[part], scale=scale)
+        return replace(
+            self,
+            pages=self.pages[part],
+            lengths=self.lengths[part],
+            scale=scale,
+            sinks=None if self.sinks is None else self.sinks[part],
+        )
 
 
 def adds_up(settings: CompressionConfig) -> bool:
@@ -219,6 +227,7 @@ def _observe(
             lengths=rows.lengths,
             variance=Reads.VARIANCE in method.reads,
             maximum=Reads.MAXIMUM in method.reads,
+            sinks=rows.sinks,
         )
     maximum = None if found is None else found.maximum
     if maximum is not None:
@@ -300,6 +309,7 @@ def _paid(rows: Rows, query: torch.Tensor) -> torch.Tensor:
             *(part, rows.key_pages, rows.pages, rows.most, rows.scale),
             lengths=lengths,
             variance=False,
+            sinks=rows.sinks,
         )
         past, recent = (
             # in float64 as `group_mean`, so that equal columns stay equal

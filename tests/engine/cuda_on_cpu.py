@@ -60,8 +60,15 @@ def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
             keys, values = (x[pages].flatten(0, 1)[:tokens].float() for x in (k, v))
             keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
             logits = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys)
-            late = torch.arange(tokens) > torch.arange(tokens - (stop - start), tokens)[:, None]
-            weights = (logits * more["softmax_scale"]).masked_fill(late, -torch.inf).softmax(-1)
+            own = torch.arange(tokens - (stop - start), tokens)[:, None]
+            unseen = torch.arange(tokens) > own
+            if (window := (more.get("window_size") or [-1])[0]) >= 0:
+                unseen |= torch.arange(tokens) < own - window
+            logits = (logits * more["softmax_scale"]).masked_fill(unseen, -torch.inf)
+            if (sinks := more.get("s_aux")) is not None:
+                sink = sinks.float()[:, None, None].expand(-1, stop - start, 1)
+                logits = torch.cat([logits, sink], -1)
+            weights = logits.softmax(-1)[..., :tokens]
             out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
     def store(key, value, key_cache, value_cache, slots, *_):
@@ -81,6 +88,7 @@ def use(monkeypatch: Any, backend: str, *, version: int = 3) -> SimpleNamespace:
         "get_scheduler_metadata": plan,
         "get_flash_attn_version": lambda *_, **__: version,
         "flash_attn_supports_quant_query_input": lambda: False,
+        "flash_attn_supports_sinks": lambda *_, **__: True,
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(flash_attn, name, stand_in, raising=False)
@@ -135,7 +143,8 @@ class Graphs:
 
     def _reads(self, size: int) -> list[int]:
         """Where a graph's attention kernels read: pages, tables, lengths, of every layer."""
-        metadata = next(iter(self._captured[size].attn_metadata.values()))
+        every = self._captured[size].attn_metadata.values()
+        metadata = next(own for own in every if hasattr(own, "kvcompress"))
         layers = [metadata.kvcompress[i] for i in range(len(self._compressor.pool.layer_offset))]
         tensors = [x for own in layers for x in (own.block_table, own.seq_lens)]
         return [x.data_ptr() for x in (self._compressor.pool.pages, *tensors)]

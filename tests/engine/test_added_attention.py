@@ -46,9 +46,11 @@ class Sums(Replay):
         for layer in range(self.shape.layers):
             q, k = (self.parts[layer, name] for name in "qk")
             for kv, group in enumerate(self.groups):
-                logits = q[position, group] @ k[self.held[layer][kv], kv].T
-                weights = np.exp((logits - logits.max(1, keepdims=True)) / math.sqrt(q.shape[2]))
-                row = (weights / weights.sum(1, keepdims=True)).mean(0)
+                heads = range(group.start, group.stop)
+                logits = (
+                    np.asarray(q)[position] @ k[self.held[layer][kv], kv].T / math.sqrt(q.shape[2])
+                )
+                row = np.mean([ref.softmax(logits[h], self.sink(layer, h)) for h in heads], axis=0)
                 self.paid[layer][kv] = np.append(self.paid[layer][kv], 0) + row
 
     def scores(self, layer, computed):

@@ -135,6 +135,28 @@ def test_prefix_hits_and_chunks_on_flash_attention(start, on_the_cpu):
         assert llm.generate(PROMPTS[::-1]) == on_the_cpu[::-1]
 
 
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "graphs"])
+def test_windows_and_sinks_beside_full_layers(start, monkeypatch, checkpoints_folder, replayed):
+    """Windowed layers run vLLM's own classes on tables of their own, captured or not."""
+    import cuda_on_cpu
+
+    model, options = "gpt-oss", dict(additional_config=settings(), max_num_seqs=4)
+    with engine(make(model, checkpoints_folder), **options) as llm:
+        expected = llm.generate(PROMPTS)
+    graphs = cuda_on_cpu.Graphs(monkeypatch, (1, 2, 4)) if replayed else None
+    opened, seen = start(model=model, **options)
+    with opened as llm:
+        if graphs is not None:
+            graphs.capture(llm)
+        free = llm.free_blocks
+        assert llm.generate(PROMPTS) == expected
+        assert llm.compressor.compressed == sum(length >= 128 for length in LENGTHS)
+        llm.settle()
+        assert llm.free_blocks == free
+    assert seen.calls
+    assert graphs is None or graphs.replays >= 5
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_attention_versions(start, on_the_cpu, version):
     opened, seen = start(version=version, additional_config=settings())

@@ -27,7 +27,7 @@ METHODS = [
 
 def scores_of(method, q, k, v, w):
     """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``."""
-    slots = np.zeros((q.shape[1], k.shape[1], k.shape[2]))
+    slots = ref.with_sinks(np.zeros((q.shape[1], *k.shape[1:])), getattr(q, "sinks", None))
     if w:
         slots[:, -w:] = q.transpose(1, 0, 2)
     stats = ref.cake_stats(slots, k, w) if method in ("cake", "cake-chunk") else None
@@ -79,12 +79,19 @@ class Replay:
         self.parts = {
             at: part.view(len(part), -1, shape.head_dim).numpy() for at, part in parts.items()
         }
+        for layer in range(shape.layers):
+            if (sinks := seen[layer].get("sinks")) is not None:
+                self.parts[layer, "q"] = ref.with_sinks(self.parts[layer, "q"], sinks.numpy())
         self.held = [
             [list(range(prompt)) for _ in range(shape.kv_heads)] for _ in range(shape.layers)
         ]
         self.counts: list[int] | None = None
         self.first_block = self.pages = self.most_pages = 0
         self.packed_at: list[int] = []
+
+    def sink(self, layer: int, head: int):
+        own = getattr(self.parts[layer, "q"], "sinks", None)
+        return None if own is None else own[head]
 
     def step(self, position: int) -> None:
         """The step that computes `position`: what it attends to, and what is packed after it."""
@@ -102,9 +109,8 @@ class Replay:
                 for head in range(
                     kv * shape.heads // shape.kv_heads, (kv + 1) * shape.heads // shape.kv_heads
                 ):
-                    logits = k[own, kv] @ q[position, head] / math.sqrt(shape.head_dim)
-                    weights = np.exp(logits - logits.max())
-                    want = weights @ v[own, kv] / weights.sum()
+                    logits = k[own, kv] @ np.asarray(q)[position, head] / math.sqrt(shape.head_dim)
+                    want = ref.softmax(logits, self.sink(layer, head)) @ v[own, kv]
                     reach = np.linalg.norm(k[own, kv], axis=-1).max() * np.linalg.norm(
                         q[position, head]
                     )

@@ -225,6 +225,7 @@ def test_each_engine_has_its_label(model):
                     request_id="r",
                     method="cake",
                     tokens=100,
+                    layers=(0, 1, 2, 3),
                     layer_tokens=(10, 20, 30, 40),
                     seconds=0.5,
                 )

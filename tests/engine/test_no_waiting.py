@@ -56,7 +56,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
         pool_on("meta"),
         kv_layouts.INTERLEAVED,
         scales=scales_on("meta"),
-        num_layers=LAYERS,
+        layers=range(LAYERS),
         queries=(HEADS, DIM, torch.bfloat16),
     )
     if not engine.method_of(settings).allocator.reads:

@@ -5,11 +5,12 @@ side is read back from the pages that decode steps will read.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from checkpoints import MIXTURES, SHAPES, make, tokens
+from checkpoints import HYBRIDS, MIXTURES, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.plan import LayerStats, page_plan
@@ -24,10 +25,21 @@ ALLOCATORS = {"cake": Cake(), "snapkv": Uniform(), "pyramidkv": Pyramid()}
 NAMES = ["llama-gqa"] if V2 else ["llama-gqa", "llama-mha", "llama-mqa", "llama-d80", "qwen3"]
 CASES = [(name, method) for name in NAMES for method in ALLOCATORS]
 CASES += [] if V2 else [("qwen3-moe", "cake"), ("mixtral", "snapkv")]
+CASES += [("gpt-oss", "cake")] if V2 else [(n, m) for n in HYBRIDS for m in ("cake", "snapkv")]
 PROMPT = tokens(417, seed=33)
 
 
-def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def softmax(logits: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """Over the last dim, with a sink's logit that has no column."""
+    if sink is None:
+        return logits.softmax(-1)
+    own = sink.expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     """docs/methods.md 1.4 and 2.3 in float64: mean, variance ``[Hq, P]`` over the window, H, V."""
     heads, group, past = q.shape[1], q.shape[1] // k.shape[1], len(k) - WINDOW
     q, k = q.double()[-WINDOW:], k.double()
@@ -36,7 +48,7 @@ def reference(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         logits = q[:, head] @ k[:, head // group].T / math.sqrt(q.shape[-1])
         for row in range(WINDOW):
             logits[row, past + row + 1 :] = -math.inf
-        a = logits.softmax(-1)[:, :past]
+        a = softmax(logits, None if sinks is None else sinks[head])[:, :past]
         mean.append(a.mean(0))
         variance.append(a.var(0, correction=1))
         entropy -= torch.special.xlogy(a, a).sum().item()
@@ -64,6 +76,7 @@ def decoded_from_kept(seen, held, shape, whole: int) -> None:
             for name in ("q", "k", "v", "out")
         )
         q, k, v, out = (x.view(len(q), -1, shape.head_dim) for x in (q, k, v, out))
+        sinks = seen[layer]["sinks"]
         assert len(q) > len(PROMPT) + 4
         for at in range(len(PROMPT), len(q)):
             for head in range(shape.heads):
@@ -75,7 +88,8 @@ def decoded_from_kept(seen, held, shape, whole: int) -> None:
                 reach = (every_k.norm(dim=-1).amax() * q[at, head].norm()).item()
                 rounding = 2 * FLOAT32_EPS * reach / math.sqrt(shape.head_dim)
                 bound = (1e-6 + rounding) * every_v.abs().amax().item()
-                assert (out[at, head] - logits.softmax(0) @ every_v).abs().amax() <= bound
+                weights = softmax(logits, None if sinks is None else sinks[head])
+                assert (out[at, head] - weights @ every_v).abs().amax() <= bound
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
@@ -105,13 +119,15 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
             )
         llm.drain()
 
-    shape, whole = {**SHAPES, **MIXTURES}[name], len(PROMPT) // BLOCK * BLOCK
+    shape = {**SHAPES, **MIXTURES, **HYBRIDS}[name]
+    shape = replace(shape, layers=len(seen))  # those with full attention
+    whole = len(PROMPT) // BLOCK * BLOCK
     decoded_from_kept(seen, held, shape, whole)
     q, k, v = (
         [torch.cat(seen[i][part])[: len(PROMPT)] for i in range(shape.layers)] for part in "qkv"
     )
     q, k, v = ([x.view(len(PROMPT), -1, shape.head_dim) for x in layers] for layers in (q, k, v))
-    found = [reference(q[i], k[i]) for i in range(shape.layers)]
+    found = [reference(q[i], k[i], seen[i]["sinks"]) for i in range(shape.layers)]
     made = CompressionConfig.parse(config["kvcompress"])
     plan = page_plan(made.prompt(shape.layers, len(PROMPT)), BLOCK)
     entropy, shift = torch.tensor([pair for *_, pair in found], dtype=torch.float64).T

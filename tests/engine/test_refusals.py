@@ -176,6 +176,15 @@ def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, val
     assert cure in str(refusal.value)
 
 
+def test_windows_whose_blocks_would_be_everybodys(checkpoints_folder):
+    """Without vLLM's hybrid manager a window's layer has a block for every token."""
+    model = make("gpt-oss", checkpoints_folder)
+    configure(model)
+    with pytest.raises(ConfigError, match="must have blocks of their own") as refusal:
+        configure(model, disable_hybrid_kv_cache_manager=True)
+    assert "--disable-hybrid-kv-cache-manager" in str(refusal.value)
+
+
 # -- executors: by name, class or import path, what counts is where a step goes --------------------
 
 EXECUTORS = "vllm.v1.executor"

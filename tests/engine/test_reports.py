@@ -59,7 +59,7 @@ def gpu(monkeypatch):
 
 
 def test_a_report_comes_when_the_device_is_there(gpu):
-    reports = Reports()
+    reports = Reports((0, 1))
     for name in "ab":
         watch = Stopwatch(gpu)
         with watch.running():
@@ -78,7 +78,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
 
 
 def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
-    reports, watch = Reports(), Stopwatch(torch.device("cpu"))
+    reports, watch = Reports((0, 1)), Stopwatch(torch.device("cpu"))
     for _ in range(3):
         with watch.running():
             sum(range(1000))
@@ -112,7 +112,12 @@ def outputs(*names):
 
 def packed(name, tokens, layer_tokens):
     return Packed(
-        request_id=name, method="cake", tokens=tokens, layer_tokens=layer_tokens, seconds=0.1
+        request_id=name,
+        method="cake",
+        tokens=tokens,
+        layers=tuple(range(len(layer_tokens))),
+        layer_tokens=layer_tokens,
+        seconds=0.1,
     )
 
 

@@ -36,6 +36,8 @@ class Load:
         talkative: share of the requests that want a long answer.
         choosy: whether requests choose their method and budget.
         bounded: whether answers are, and requests choose how much.
+        model: two layers of it are compressed.
+        beside: blocks of the pool for layers with a sliding window.
         options: of the engine.
     """
 
@@ -46,6 +48,8 @@ class Load:
     talkative: float = 0.4
     choosy: bool = False
     bounded: bool = False
+    model: str = "llama-two-layers"
+    beside: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -92,6 +96,8 @@ LOADS = {
     "bounded": Load(count=80, longest=500, pool=24, talkative=0.8, bounded=True),
     "async": Load(**SMALL, bounded=True, options={"async_scheduling": True}),
     "priority": Load(**SMALL, options={"scheduling_policy": "priority"}),
+    "hybrid": Load(**{**SMALL, "count": 60, "chunk": 128}, choosy=True, model="gpt-oss", beside=12),
+    "hybrid, bounded": Load(**{**SMALL, "chunk": 128}, bounded=True, model="gpt-oss", beside=12),
 }
 if V2:
     LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
@@ -176,7 +182,8 @@ def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], se
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", LOADS)
 def test_soak(name, checkpoints_folder, keep_async_scheduling):
-    model, load = make("llama-two-layers", checkpoints_folder), LOADS[name]
+    load = LOADS[name]
+    model = make(load.model, checkpoints_folder)
     chosen = BOUNDED if load.bounded else FREE
     config = CompressionConfig.parse(chosen["kvcompress"])
     options = dict(
@@ -186,7 +193,11 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     )
     todo = list(requests(load, seed=17))
     with engine(
-        model, blocks=1 + load.pool, max_num_batched_tokens=load.chunk, **options, **load.options
+        model,
+        blocks=1 + load.pool + load.beside,
+        max_num_batched_tokens=load.chunk,
+        **options,
+        **load.options,
     ) as llm:
         free = llm.free_blocks
         resumed = llm.watch_preemptions()

@@ -8,7 +8,14 @@ import again
 
 KERNELS = again.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
-OF_SEVERAL = ("figures_of_tokens", "float8", "window_layers", "large_caches", "merged_rows")
+OF_SEVERAL = (
+    "sinks",
+    "figures_of_tokens",
+    "float8",
+    "window_layers",
+    "large_caches",
+    "merged_rows",
+)
 FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *OF_SEVERAL)]
 
 

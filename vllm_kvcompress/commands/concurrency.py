@@ -94,6 +94,7 @@ class Forecast:
         pages: pages kept over all layers; 0 when the prompt is left whole.
         extra_bytes: what compression takes beside the pool, at most; its tables alone are
             `table_bytes`.
+        group: layers whose pages make up a block; None where those are all.
         pool_off, pool_on: None unless the pool's size was given.
         worst: None unless requests may ask for something.
     """
@@ -111,6 +112,7 @@ class Forecast:
     pool_off: Concurrency | None
     pool_on: Concurrency | None
     worst: Worst | None = None
+    group: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         payload = asdict(self)
@@ -126,13 +128,21 @@ class Forecast:
 
 
 def sizes_on_rank(
-    shape: ModelShape, *, ranks: int, longest: int, block_size: int, max_requests: int, graphs: bool
+    shape: ModelShape,
+    *,
+    ranks: int,
+    longest: int,
+    block_size: int,
+    max_requests: int,
+    graphs: bool,
+    in_flight: int = 1,
 ) -> Sizes:
     """One rank's part of a model.
 
     Args:
         ranks: tensor-parallel size.
         graphs: whether CUDA graphs are captured, whose batches are padded.
+        in_flight: tokens that are computed at once.
 
     Raises:
         ConfigError: the heads do not divide among the ranks.
@@ -144,7 +154,9 @@ def sizes_on_rank(
             f" a multiple of them; got {ranks}"
         )
     return Sizes(
-        layers=shape.layers,
+        layers=len(shape.groups.full),
+        groups=shape.groups,
+        in_flight=in_flight,
         heads=shape.heads // ranks,
         kv_heads=max(kv // ranks, 1),
         head_dim=shape.head_dim,
@@ -209,6 +221,7 @@ def forecast(
         pool_off=pools[0],
         pool_on=pools[1],
         worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
+        group=sizes.groups.size if sizes.groups is not None and sizes.groups.windowed else None,
     )
 
 
@@ -280,7 +293,11 @@ def _blocks(
             growth.prefill_packed(plan)
         packed = 0 if plan is None else plan.blocks
         end = most_blocks(growth, packed=packed, tokens=load.cached)
-    return Blocks(prefill=prefill, decoding=decoding, end=end)
+    return Blocks(
+        prefill=prefill + sizes.windowed_blocks(load.prompt, sizes.in_flight),
+        decoding=decoding + sizes.windowed_blocks(load.prompt),
+        end=end + sizes.windowed_blocks(load.cached),
+    )
 
 
 def _fit(

@@ -23,9 +23,10 @@ def show_kept(kept_map: KeptMap, console: Console) -> None:
         f"layer  {head} {'':{_BAR}}  where in the prompt: 0 {end:>{_STRIP - 23}}", highlight=False
     )
     largest = max(kept_map.kept_tokens)
-    for layer, tokens in enumerate(kept_map.kept_tokens):
+    rows = zip(kept_map.names, kept_map.kept_tokens, kept_map.share, strict=True)
+    for layer, tokens, share in rows:
         bar = "█" * max(round(_BAR * tokens / largest), 1)
-        line = f"{layer:5d}  {tokens:{width},.0f} {bar:{_BAR}}  {strip(kept_map.share[layer])}"
+        line = f"{layer:5d}  {tokens:{width},.0f} {bar:{_BAR}}  {strip(share)}"
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
         "Height of a strip: the share of KV heads that keep the tokens there; full is all of them.",

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.layer_groups import LayerGroups
 from vllm_kvcompress.model_traits import (
     FLOAT8_CACHES,
     SENTENCE_EMBEDDER,
+    groups,
     stored_in,
     text_config,
     traits_of,
@@ -42,7 +44,8 @@ class ModelShape:
     """The figures that decide how large a model's KV cache is, over all ranks.
 
     Args:
-        layers: attention layers, L.
+        layers: attention layers.
+        groups: those with full attention, which are compressed, and those with a window.
         heads: query heads.
         kv_heads: KV heads.
         head_dim: size of a head.
@@ -58,6 +61,7 @@ class ModelShape:
     dtype: str
     longest: int | None
     cache: str | None = None
+    groups: LayerGroups
 
     @property
     def itemsize(self) -> int:
@@ -172,10 +176,11 @@ def shape_of(
         traits = replace(traits, window=None)
     if (reason := unsupported(traits)) is not None:
         raise ConfigError(reason)
-    heads = _figure(text, _HEADS)
+    heads, layers = _figure(text, _HEADS), _figure(text, _LAYERS)
     dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(
-        layers=_figure(text, _LAYERS),
+        layers=layers,
+        groups=groups(traits, layers),
         heads=heads,
         kv_heads=_kv_heads(text, heads),
         head_dim=int(dim or _figure(text, _WIDTH) // heads),

@@ -47,7 +47,7 @@ class Answer:
         load, shape = self.forecast.load, self.shape
         on = f", {self.ranks} GPUs" if self.ranks > 1 else ""
         title = (
-            f"{self.model.rstrip('/').rsplit('/', 1)[-1]} ({shape.layers} layers,"
+            f"{self.model.rstrip('/').rsplit('/', 1)[-1]} ({_layers(shape)},"
             f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{on}):"
             f" {load.prompt:,} tokens, --kv-compress {self.settings.compress}"
             f" --kv-budget {self.settings.budget}"
@@ -72,6 +72,16 @@ class Answer:
                 f"This model serves {shape.longest:,} tokens; vLLM refuses longer requests.",
                 highlight=False,
             )
+
+
+def _layers(shape: ModelShape) -> str:
+    own = shape.groups
+    if not own.windowed:
+        return f"{shape.layers} layers"
+    return (
+        f"{shape.layers} layers, of which {len(own.full)} are compressed and {own.windowed} see"
+        f" {own.window:,} tokens"
+    )
 
 
 def with_method(settings: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +154,7 @@ def ask(
         block_size=block_size or _BLOCK[device],
         max_requests=requests or defaults.max_num_seqs,
         graphs=device == "cuda",
+        in_flight=defaults.batched_tokens,
     )
     estimated = None
     if memory_gib is None and gpu_gib is not None:

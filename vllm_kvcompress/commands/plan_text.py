@@ -52,6 +52,11 @@ def show_forecast(
         console.print(line, highlight=False)
 
 
+def _layers(forecast: Forecast) -> str:
+    own = forecast.group
+    return "all layers" if own is None else f"{own} layers; windows have blocks of their own"
+
+
 def _add_pool(table: Table, off: Concurrency, on: Concurrency, mark: str) -> None:
     table.add_row(f"memory of the pool{mark}", size(off.pool_bytes), size(on.pool_bytes), "")
     for name, before, after in (
@@ -68,7 +73,7 @@ def _notes(forecast: Forecast) -> list[str]:
     if forecast.left_whole is not None:
         notes.append(f"This prompt is left whole: {forecast.left_whole}.")
     notes.append(
-        f"A block is {forecast.block_size} tokens in all layers,"
+        f"A block is {forecast.block_size} tokens in {_layers(forecast)},"
         f" {size(forecast.block_bytes)} per GPU."
         " Requests that share a prompt's start hold less."
     )

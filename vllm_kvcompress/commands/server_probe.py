@@ -259,6 +259,9 @@ def _gauge(
 ) -> tuple[str, bool, str]:
     """vLLM's own usage gauge, which says nothing of us: only an idle server's can be judged."""
     name = "vllm:kv_cache_usage_perc"
+    numbers = [int(each.labels["layer"]) for each in after.of(f"{PREFIX}layer_tokens_total")]
+    if max(numbers, default=0) >= limits.layers:
+        return "usage", True, "not judged: layers with a sliding window hold blocks too"
     alone = all(metrics.total("vllm:num_requests_running") <= 1 for _, metrics in during)
     if not during or not alone or before.total(name) or len(after.of(name)) != 1:
         return "usage", True, "not judged: the server is at work for others too"

@@ -7,13 +7,19 @@ from kvcompress_kernels.contract import check_floats, check_pages, require
 
 
 def column_sums(
-    query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention each token got from the last T tokens: ``c[h, j] = sum_i A[h, i, j]``.
 
     ``A = softmax(scale * q k^T)`` by rows, causal (docs/methods.md 3; H2O, arXiv:2306.14048). The
     sums of a prompt's chunks, each padded with zeros, add up to those of the whole prompt, whose
-    total is `tokens` per query head. Query head h reads KV head ``h // (Hq // Hkv)``.
+    total is `tokens` per query head, or less where there are sinks. Query head h reads KV head
+    ``h // (Hq // Hkv)``.
 
     Args:
         query: ``[T, Hq, D]`` any float dtype, rotated: positions ``tokens - T`` to ``tokens - 1``.
@@ -21,6 +27,7 @@ def column_sums(
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
         tokens: prompt tokens known so far, those of `query` included.
         scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
+        sinks: ``[Hq]`` float32, a logit in every row's softmax for no key; None without.
 
     Returns:
         ``[Hq, tokens]`` float32.
@@ -37,9 +44,12 @@ def column_sums(
     require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
     require(0 < count <= tokens, name, "0 < T <= tokens must hold", (count, tokens))
     check_pages(name, pages, tokens, block)
+    if sinks is not None:
+        right = sinks.shape == (heads,) and sinks.dtype == torch.float32
+        require(right, name, f"sinks must be [{heads}] float32", (tuple(sinks.shape), sinks.dtype))
     if contract.triton_takes(query):
         from kvcompress_kernels.column_sums.triton import run
     else:
         from kvcompress_kernels.column_sums.reference import run
 
-    return run(query, key_pages, pages, tokens, scale)
+    return run(query, key_pages, pages, tokens, scale, sinks)

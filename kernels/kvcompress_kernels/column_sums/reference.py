@@ -52,9 +52,17 @@ class _Tile(NamedTuple):
 
 
 def run(
-    query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     count, heads, dim = query.shape
+    # the logit of a sink that is not there
+    sink = query.new_full((heads, 1), -torch.inf, dtype=torch.float32)
+    sink = sink if sinks is None else sinks[:, None]
     span = 2 * max(KEYS // (8 * key_pages.shape[1] * dim), 1)
 
     def tiles() -> Iterator[_Tile]:
@@ -63,10 +71,10 @@ def run(
     sums = query.new_zeros(2, heads, -(-tokens // 2), dtype=torch.float32)
     if tokens <= span:
         for tile in tiles():
-            x, total = _exponentials(tile)
+            x, total = _exponentials(tile, sink)
             sums[..., tile.columns] += (total.reciprocal().unsqueeze(1) @ x).squeeze(2)
     else:
-        lse = query.new_full((heads, count, 1), -torch.inf, dtype=torch.float32)
+        lse = sink[:, None].repeat(1, count, 1)
         for tile in tiles():
             of = lse[:, tile.rows]
             of.copy_(torch.logaddexp(of, _log_sum(tile)))
@@ -115,17 +123,22 @@ def _tiles(
             )
 
 
-def _exponentials(tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """``exp`` of the logits times a factor per row, and the row sums ``[Hq, R]``."""
+def _exponentials(tile: _Tile, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp`` of the logits times a factor per row, and the row sums ``[Hq, R]``.
+
+    Args:
+        sink: ``[Hq, 1]`` logits that the sums include.
+    """
     x = tile.logits().exp_()
     tile.fill_future(x, 0.0)
-    total = x.sum(-1).sum(0)
+    total = x.sum(-1).sum(0) + sink.exp()
     low, high = total.aminmax()
     if not (low >= SAFE[0] and high <= SAFE[1]):
         x = tile.logits()
         tile.fill_future(x, -torch.inf)
-        x.sub_(x.amax(-1, keepdim=True).amax(0)).exp_()
-        total = x.sum(-1).sum(0)
+        top = torch.maximum(x.amax(-1).amax(0), sink)
+        x.sub_(top[..., None]).exp_()
+        total = x.sum(-1).sum(0) + (sink - top).exp()
     return x, total
 
 

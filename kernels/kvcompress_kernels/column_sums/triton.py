@@ -89,6 +89,7 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     pages,
     tokens,
     lse,
+    sinks,  # [Hq], in base 2; None without
     scale,
     block,
     s_row,
@@ -124,6 +125,10 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     q = _queries(query, first, row, rows, head, dim, s_row, s_query_head, s_query_dim, DIM)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        # one more term of the row's sum, which no column gets
+        top = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head)
+        total += 1.0
     seen = (past + start + 1) // COLUMNS * COLUMNS  # tiles below it are seen by every row
     for at in range(0, seen, COLUMNS):
         token = at + tl.arange(0, COLUMNS)
@@ -244,7 +249,12 @@ class _Shape:
 
 
 def run(
-    query: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, scale: float
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     name, dtypes = "column_sums", (query.dtype, key_pages.dtype)
     check_cache(name, key_pages)
@@ -263,7 +273,7 @@ def run(
     factor = scale * LOG2_E
     config = shape.lse()
     _lse_kernel[heads, triton.cdiv(rows, config["ROWS"]), 1](
-        *inputs, factor, block, *strides, **config
+        *inputs, None if sinks is None else sinks * LOG2_E, factor, block, *strides, **config
     )
     config = shape.sums()
     _sum_kernel[heads, triton.cdiv(tokens, config["COLUMNS"]), 1](
@@ -288,6 +298,9 @@ def builds(sm: int) -> list[Build]:
     all_builds = []
     for dim, of in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         shape = _Shape(4, dim, 16, 1, 2)
+        if dim in (64, 128) and of == "*bf16":  # gpt-oss has 64
+            lse = shape.lse()
+            all_builds.append(_build(f"column_sums lse D{dim} sinks", _lse_kernel, lse, of, True))
         for step, kernel, config in (
             ("lse", _lse_kernel, shape.lse()),
             ("sums", _sum_kernel, shape.sums()),
@@ -296,11 +309,13 @@ def builds(sm: int) -> list[Build]:
     return all_builds
 
 
-def _build(name: str, kernel: Any, config: dict[str, Any], of: str) -> Build:
+def _build(name: str, kernel: Any, config: dict[str, Any], of: str, sinks: bool = False) -> Build:
     config = dict(config, s_query_dim=1, s_dim=1)
+    if not sinks and "sinks" in kernel.arg_names:
+        config["sinks"] = None
     warps, stages = config.pop("num_warps"), config.pop("num_stages")
     kinds = dict(query="*bf16", keys=of, pages="*i64", starts="*i32", tokens="*i32")
-    kinds |= dict(lse="*fp32", sums="*fp32", scale="fp32")
+    kinds |= dict(lse="*fp32", sums="*fp32", sinks="*fp32", scale="fp32")
     signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in config}
     return Build(
         name=name,

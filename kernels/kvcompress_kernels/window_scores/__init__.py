@@ -26,6 +26,7 @@ def window_scores(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> WindowScores:
     """Attention of an observation window to the prompt before it, reduced over the window.
 
@@ -49,6 +50,9 @@ def window_scores(
         variance: also return the variance; needs ``w >= 2``.
         maximum: also return the maximum over the rows.
         pooled: take it of the pooled rows; needs `maximum`.
+        sinks: ``[Hq]`` float32, each query head's sink: a logit that stands in every row's softmax
+            for no key, so that a row sums to less than 1 (gpt-oss; Xiao et al. 2024,
+            arXiv:2309.17453, call it SoftMax-off-by-one where it is 0). None without.
 
     Raises:
         ValueError: shapes disagree, the window is empty or as long as the prompt, `variance`
@@ -59,6 +63,7 @@ def window_scores(
         variance=variance,
         maximum=maximum,
         pooled=pooled,
+        sinks=None if sinks is None else sinks[None],
     )
     return scores
 
@@ -73,6 +78,7 @@ def window_scores_of_layers(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> list[WindowScores]:
     """`window_scores` of N layers of one prompt, which on a GPU share their launches.
 
@@ -84,6 +90,7 @@ def window_scores_of_layers(
         queries: N of ``[w, Hq, D]``.
         pages: ``[N, ceil(tokens / block_size)]`` int64, each layer's pages of the prompt in order.
         scale: the same factor for all, or ``[N]`` float32, each layer's own, all positive.
+        sinks: ``[N, Hq]`` float32, each layer's; None without.
 
     Raises:
         ValueError: as `window_scores`, or there is no layer.
@@ -98,6 +105,7 @@ def window_scores_of_layers(
         variance=variance,
         maximum=maximum,
         pooled=pooled,
+        sinks=sinks,
     )
     return [scores.row(index) for index in range(len(queries))]
 
@@ -113,6 +121,7 @@ def window_scores_of_rows(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> WindowScores:
     """`window_scores` of N rows at once, layers of one request or of several, stacked.
 
@@ -126,6 +135,7 @@ def window_scores_of_rows(
             length are not read.
         tokens: the length of every row, or where there are `lengths` one that none exceeds.
         scale: the same factor for all, or ``[N]`` float32, each row's own, positive (unchecked).
+        sinks: ``[N, Hq]`` float32, each row's; None without.
         lengths: ``[N]`` int32: w < length <= tokens (unchecked: checking would sync).
 
     Returns:
@@ -155,8 +165,14 @@ def window_scores_of_rows(
         right = lengths.shape == (rows,) and lengths.dtype == torch.int32
         got = tuple(lengths.shape), lengths.dtype
         require(right, name, f"lengths must be [{rows}] int32", got)
+    if sinks is not None:
+        right = sinks.shape == (rows, heads) and sinks.dtype == torch.float32
+        got = tuple(sinks.shape), sinks.dtype
+        require(right, name, f"sinks must be [{rows}, {heads}] float32", got)
     if contract.triton_takes(query):
         from kvcompress_kernels.window_scores.triton import run_rows
     else:
         from kvcompress_kernels.window_scores.reference import run_rows
-    return run_rows(query, key_pages, pages, tokens, scale, lengths, variance, maximum, pooled)
+    return run_rows(
+        query, key_pages, pages, tokens, scale, lengths, variance, maximum, pooled, sinks
+    )

@@ -188,7 +188,7 @@ def partials_kernel(  # type: ignore[no-untyped-def]
         tl.store(pooled_sums + at, pooled_sum, mask=real)
 
 
-@triton.jit(do_not_specialize=["lines", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["lines", "splits", "w"])  # type: ignore[untyped-decorator]
 def log_sum_kernel(  # type: ignore[no-untyped-def]
     tops,
     sums,
@@ -198,8 +198,10 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     row_tops,  # [N, Hq * w]
     log_sums,  # [N, Hq * w]
     shares,  # [N, Hq * w], of the sum of five columns; None unless rows are pooled
+    sinks,  # [N, Hq], over ln 2; None without
     lines,
     splits,
+    w,
     SPAN: tl.constexpr,
     LINES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -213,6 +215,10 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([LINES], tl.float32)
     past_sum = tl.zeros([LINES], tl.float32)
     pooled_sum = tl.zeros([LINES], tl.float32)
+    if sinks is not None:
+        # one more term of the row's sum, which no column gets
+        top = tl.load(sinks + row * (lines // w) + line // w)
+        total += 1.0
     for start in range(0, count, SPLITS):
         split = start + tl.arange(0, SPLITS)
         at = (row * splits + split)[:, None] * lines + line[None, :]

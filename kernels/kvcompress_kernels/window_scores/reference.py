@@ -25,6 +25,7 @@ def run(
     variance: bool,
     maximum: bool = False,
     pooled: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> WindowScores:
     w, heads, dim = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
@@ -36,6 +37,9 @@ def run(
     _mask_future(logits, group, w, past)
     top = logits[0].new_full((kv_heads, group * w, 1), -torch.inf)
     weight = torch.zeros_like(top)
+    if sinks is not None:
+        top = sinks.view(kv_heads, group, 1).expand(-1, -1, w).reshape_as(top)
+        weight += 1
     for tile in logits:
         new_top = torch.maximum(top, tile.amax(-1, keepdim=True))
         weight *= (top - new_top).exp_()
@@ -95,15 +99,19 @@ def run_rows(
     variance: bool,
     maximum: bool,
     pooled: bool,
+    sinks: torch.Tensor | None = None,
 ) -> WindowScores:
     """Row by row; what a shorter row has no token for is 0."""
     block = key_pages.shape[3]
     every = [tokens] * len(query) if lengths is None else lengths.tolist()
     factors = scale.tolist() if isinstance(scale, torch.Tensor) else [scale] * len(query)
     found: list[WindowScores] = []
-    for asked, own, length, factor in zip(query, pages, every, factors, strict=True):
+    every_sink = [None] * len(query) if sinks is None else list(sinks)
+    for asked, own, length, factor, sink in zip(
+        query, pages, every, factors, every_sink, strict=True
+    ):
         used = own[: -(-length // block)]
-        scores = run(asked, key_pages, used, length, factor, variance, maximum, pooled)
+        scores = run(asked, key_pages, used, length, factor, variance, maximum, pooled, sink)
         behind = 0, tokens - length
         found.append(
             scores._replace(

@@ -33,6 +33,7 @@ def run_rows(
     variance: bool,
     maximum: bool,
     pooled: bool,
+    sinks: torch.Tensor | None = None,
 ) -> WindowScores:
     """Three launches, four where rows are pooled, whatever the number of rows."""
     name, (rows, w, heads, dim) = "window_scores", query.shape
@@ -85,7 +86,7 @@ def run_rows(
     )
     log_sum_kernel[(triton.cdiv(lines, LOG_SUM["LINES"]), rows)](
         *(tops, sums, lengths, past_sums, pooled_sums, row_tops, log_sums, shares),
-        *(lines, splits),
+        *(None if sinks is None else sinks / math.log(2), lines, splits, w),
         **LOG_SUM,
         num_warps=_log_sum_warps(pooled),
     )
@@ -195,15 +196,17 @@ def builds(sm: int) -> list[Build]:
         Build(
             name=name,
             kernel=log_sum_kernel,
-            signature={**pointers, "lines": "i32", "splits": "i32"},
-            constexprs={**dict.fromkeys(set(pooled) - set(pointers)), **LOG_SUM},
+            signature={**pointers, "lines": "i32", "splits": "i32", "w": "i32"},
+            constexprs={**dict.fromkeys({*pooled, "sinks"} - set(pointers)), **LOG_SUM},
             warps=_log_sum_warps("shares" in pointers),
             aligned=tuple(pointers),
             wide_loads=False,
         )
         for name, pointers in (
             ("window_scores log_sum", plain),
+            ("window_scores log_sum sinks", {**plain, "sinks": "*fp32"}),
             ("window_scores log_sum pooled", {**plain, **pooled}),
+            ("window_scores log_sum pooled sinks", {**plain, **pooled, "sinks": "*fp32"}),
         )
     ]
     for dtype, of in float8(sm).items():

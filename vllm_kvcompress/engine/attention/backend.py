@@ -96,6 +96,8 @@ class CompressedBuilder:
 class CompressedImpl(ABC):
     """Mixin before an attention implementation.
 
+    A layer with a sliding window is one too, and is never bound.
+
     Raises:
         ConfigError: the layer uses something that compressed caches cannot serve; raised while
             the model is built, before its weights are read.
@@ -107,12 +109,9 @@ class CompressedImpl(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         attributes = vars(self)
-        window = attributes.get("sliding_window", -1)
         refused = {
             "ALiBi (biases need true positions)": attributes.get("alibi_slopes") is not None,
-            "a sliding window": window not in (-1, (-1, -1)),
             "a logits soft cap": bool(attributes.get("logits_soft_cap")),
-            "attention sinks": attributes.get("sinks") is not None,
             "KV sharing between layers": attributes.get("kv_sharing_target_layer_name") is not None,
             "chunked local attention": attributes.get("chunk_lookback", -1) != -1,
             f"{AttentionType(attributes['attn_type']).value} attention": attributes["attn_type"]

@@ -75,7 +75,7 @@ class PromptCompressor:
         pool: the page pool of this worker's layers.
         layout: how keys and values lie in the pool's pages.
         scales: of each layer.
-        num_layers: layers on this worker, L.
+        layers: indices, in the model, of the L layers on this worker that are compressed.
         queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
     """
 
@@ -86,18 +86,18 @@ class PromptCompressor:
         layout: Layout,
         *,
         scales: Scales,
-        num_layers: int,
+        layers: Sequence[int],
         queries: tuple[int, int, torch.dtype],
     ) -> None:
         self.pool = pool
         self.compressed = 0
-        self.reports = Reports(log=settings.log_requests)
+        self.reports = Reports(tuple(layers), log=settings.log_requests)
         self._settings = settings
         self.packer: Packer
         if isinstance(layout, Tiled):
-            self.packer = TiledPacker(pool, layout, scales=scales, num_layers=num_layers)
+            self.packer = TiledPacker(pool, layout, scales=scales, num_layers=len(layers))
         else:
-            self.packer = Packer(pool, layout, scales=scales, num_layers=num_layers)
+            self.packer = Packer(pool, layout, scales=scales, num_layers=len(layers))
         self._queries, self.queries_dtype = queries, queries[2]
         self.repacker = Repacker(self.packer, pool.ring)
         self._due: list[Due] = []
@@ -259,7 +259,9 @@ class PromptCompressor:
             self.repacker.add_chunk(layer, span.row, rows, most + prefill.tokens - computed)
             return
         where = self.packer.where(layer, span.blocks, Reads.COLUMN_SUMS)
-        sums = column_sums(rows, where.key_pages, where.pages, prefill.tokens, where.scale)
+        sums = column_sums(
+            rows, where.key_pages, where.pages, prefill.tokens, where.scale, where.sinks
+        )
         earlier = prefill.sums.get(layer)
         if earlier is not None:
             sums[:, : earlier.shape[1]] += earlier

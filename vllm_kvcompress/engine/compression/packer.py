@@ -102,6 +102,7 @@ class Packer:
             pages=self.pool.flat_ids(layer, blocks),
             scale=self.scales.logits[layer],
             value_scale=self.scales.values[layer],
+            sinks=self.scales.sinks_of(layer),
         )
 
     def pack(self, finished: Finished) -> torch.Tensor:
@@ -200,6 +201,7 @@ class Packer:
                 variance=Reads.VARIANCE in method.reads,
                 maximum=Reads.MAXIMUM in method.reads,
                 pooled=Reads.POOLED in method.reads,
+                sinks=self.scales.sinks_of_layers([place.layer for place in watched]),
             )
             windows = {place.layer: window for place, window in zip(watched, scores, strict=True)}
         for place, read in zip(places, reads, strict=True):

@@ -273,6 +273,9 @@ class Repacker:
             lengths=lengths.flatten(),
             most=tables.shape[2] * self._pool.block_size,
             scale=scales.of_requests(len(lengths)) if layer is None else scales.logits[layer],
+            sinks=scales.sinks_of_requests(len(lengths))
+            if layer is None
+            else scales.sinks_of_layers([layer]),
         )
         return _Place(cache=cache, rows=rows, pages=pages)
 

@@ -64,9 +64,11 @@ class Reports:
     """The prompts that were packed and not reported yet, oldest first.
 
     Args:
+        layers: indices, in the model, of the layers that are compressed.
         log: also log a line for each.
     """
 
+    layers: tuple[int, ...]
     log: bool = False
     _pending: deque[_Pending] = field(default_factory=deque)
 
@@ -92,19 +94,20 @@ class Reports:
         done = []
         while self._pending and self._pending[0].stopwatch.done:
             pending = self._pending.popleft()
-            done.append(_packed(pending))
+            done.append(_packed(pending, self.layers))
             if self.log:
                 _log(done[-1], pending.todo)
         return done
 
 
-def _packed(pending: _Pending) -> Packed:
+def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
     plan = pending.todo.plan
     pages: list[Any] = pending.pages.tolist()
     return Packed(
         request_id=pending.todo.request_id,
         method=pending.todo.settings.compress,
         tokens=pending.tokens,
+        layers=layers,
         layer_tokens=tuple(int(count) * plan.block_size + plan.tail for count in pages),
         seconds=pending.stopwatch.seconds,
     )

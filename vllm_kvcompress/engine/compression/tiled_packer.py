@@ -53,6 +53,7 @@ class TiledPacker(Packer):
             pages=torch.arange(len(pages)),
             scale=self.scales.logits[layer],
             value_scale=self.scales.values[layer],
+            sinks=self.scales.sinks_of(layer),
         )
 
     def opened(self, pages: torch.Tensor) -> Opened:

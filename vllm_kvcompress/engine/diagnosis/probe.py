@@ -20,7 +20,7 @@ class Outcome:
 
     Args:
         blocks_held: per step in which it decoded: tokens computed by then, and blocks out of the
-            pool.
+            pool, those of layers with a sliding window aside.
         free_before, free_after: the pool's free blocks around it.
         answered: tokens of the answer.
         packed: per rank, prompts that its worker says it has packed meanwhile.
@@ -66,6 +66,7 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
         for request in scheduler.running:
             if request.num_computed_tokens >= len(prompt):
                 blocks = outcome.free_before - pool.get_num_free_blocks()
+                blocks -= scheduler.coordination.windowed_blocks_held(request.request_id)
                 outcome.blocks_held.append((request.num_computed_tokens, blocks))
     # Async scheduling still has steps in flight.
     for _ in range(3):
@@ -153,8 +154,14 @@ def _pool(outcome: Outcome) -> Check:
     return Check(name="pool", ok=ok, detail=detail)
 
 
-def kept_map(outcome: Outcome, plan: PagePlan, limits: Limits, model: str) -> KeptMap | None:
-    """Where the kept tokens lie, over the heads of all ranks; None when nothing was packed."""
+def kept_map(
+    outcome: Outcome, plan: PagePlan, limits: Limits, model: str, numbers: Sequence[int] = ()
+) -> KeptMap | None:
+    """Where the kept tokens lie, over the heads of all ranks; None when nothing was packed.
+
+    Args:
+        numbers: the layers' places in the model; empty where all are compressed.
+    """
     ranks = [records[-1] for records in outcome.records if records]
     if not ranks:
         return None
@@ -171,4 +178,5 @@ def kept_map(outcome: Outcome, plan: PagePlan, limits: Limits, model: str) -> Ke
         kv_heads=sum(rank["kv_heads"] for rank in ranks),
         kept_tokens=mean([rank["kept_tokens"] for rank in ranks]),
         share=share,
+        numbers=tuple(numbers),
     )

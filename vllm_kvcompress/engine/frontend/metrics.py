@@ -19,6 +19,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.messages.counts import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.scheduling.admission import REASONS
@@ -43,7 +44,7 @@ class Counted(NamedTuple):
 
 
 def _by_layer(counts: Counts) -> Mapping[str, float]:
-    return {str(layer): tokens for layer, tokens in enumerate(counts["layer_tokens"])}
+    return counts["layer_tokens"]
 
 
 # name without the prefix -> counter; the order of the table in docs/operate.md
@@ -122,12 +123,12 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         self, vllm_config: VllmConfig, engine_indexes: list[int], settings: CompressionConfig
     ) -> None:
         model = str(vllm_config.model_config.served_model_name)
-        layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        layers = groups_of(vllm_config).full
         methods = [variant.compress for variant in settings.variants]
         usual = {
             "method": methods,
             "reason": REASONS,
-            "layer": [str(layer) for layer in range(layers)],
+            "layer": [str(layer) for layer in layers],
         }
         self._engines = {index: (model, str(index)) for index in engine_indexes}
         self._counters: dict[str, Counter] = {}

@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
+from vllm_kvcompress.engine.layers import groups_of, windowed_blocks
 from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.pieces import pieces_of
 
@@ -41,9 +42,9 @@ def check_room(
     if parallel.local_engines_only:
         engines = parallel.data_parallel_size_local
     # a null block in each engine's pool is nobody's
-    blocks = total // max(engines, 1) - 1
+    blocks = total // max(engines, 1) - 1 - windowed_blocks(config)
     own = settings_for(settings, extra_args)
-    layers = config.model_config.get_num_layers(parallel)
+    layers = len(groups_of(config).full)
     pieces = None if own is None else pieces_of(own, layers, size, tokens)
     most = -(-tokens // size) if pieces is None else pieces.most_blocks()
     if most <= blocks:

@@ -30,8 +30,8 @@ class Counts(TypedDict):
     """Tokens of the compressed prompts, before."""
     kept_tokens: float
     """Tokens of the compressed prompts, after: the mean of their layers."""
-    layer_tokens: list[int]
-    """Tokens that each layer keeps of them."""
+    layer_tokens: dict[str, int]
+    """Tokens that each layer keeps of them, by its index in the model."""
     ratios: list[float]
     """Per compressed prompt, what is kept of it as a share."""
     seconds: list[float]

@@ -120,13 +120,15 @@ class Packed:
         request_id: vLLM's request id.
         method: what compressed it.
         tokens: prompt length.
-        layer_tokens: tokens that each layer keeps.
+        layers: indices of the model's layers that are compressed.
+        layer_tokens: tokens that each of these keeps.
         seconds: what scoring and packing took on the worker's device.
     """
 
     request_id: str
     method: str
     tokens: int
+    layers: tuple[int, ...]
     layer_tokens: tuple[int, ...]
     seconds: float
 

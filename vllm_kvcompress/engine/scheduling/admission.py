@@ -68,11 +68,18 @@ class Admissions:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pool: vLLM's blocks; block 0 is the null block.
+        windowed: blocks that layers with a sliding window take of a request, at most.
     """
 
     def __init__(
-        self, settings: CompressionConfig, num_layers: int, block_size: int, pool: BlockPool
+        self,
+        settings: CompressionConfig,
+        num_layers: int,
+        block_size: int,
+        pool: BlockPool,
+        windowed: int = 0,
     ) -> None:
+        self._windowed = windowed
         self._engine = settings if settings.active else None
         self._num_layers = num_layers
         self._block_size = block_size
@@ -105,6 +112,11 @@ class Admissions:
     def pool_blocks(self) -> int:
         """Blocks that requests can have."""
         return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def room(self) -> int:
+        """Blocks that the compressed layers of one request can have."""
+        return self.pool_blocks - self._windowed
 
     def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     KVQuantMode,
+    SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -47,7 +48,14 @@ class CompressedSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list["CompressedSpec"]) -> "CompressedSpec":
-        """vLLM's merge rebuilds the listed fields of its own class; ours are added back."""
+        """vLLM's merge rebuilds the listed fields of its own class; ours are added back.
+
+        Raises:
+            AssertionError: a layer is of another kind. vLLM takes that for an answer: it groups
+                layers by trying.
+        """
+        if not all(isinstance(spec, CompressedSpec) for spec in specs):
+            raise AssertionError("layers that are compressed are a group of their own")
         plain = FullAttentionSpec.merge([_plain(spec) for spec in specs])
         first = specs[0]
         return _compressed(plain, first.num_compressed_layers, first.settings)
@@ -67,23 +75,38 @@ def _compressed(
 def compressed_specs(
     specs: Mapping[str, KVCacheSpec], settings: CompressionConfig
 ) -> dict[str, KVCacheSpec]:
-    """Replace every layer's spec by a `CompressedSpec`.
+    """Replace the spec of every layer with full attention by a `CompressedSpec`.
+
+    Those with a sliding window stay as they are.
 
     Raises:
-        ConfigError: the model has a layer that is not plain full attention, or layers differ
-            in shape: their pages could not be exchanged.
+        ConfigError: the model has a layer that is neither, no full one, or layers differ in
+            shape: their pages could not be exchanged.
     """
     if not specs:
         raise ConfigError(
             "--kv-compress needs a model with a KV cache, and this model has none;"
             " serve it without --kv-compress"
         )
-    first_name, first = next(iter(specs.items()))
-    for name, spec in specs.items():
+    windowed = {name: spec for name, spec in specs.items() if type(spec) is SlidingWindowSpec}
+    full = {name: spec for name, spec in specs.items() if name not in windowed}
+    if not full:
+        raise ConfigError(
+            "--kv-compress needs a layer with full attention, and all of this model's have a"
+            " sliding window; serve it without --kv-compress"
+        )
+    first_name, first = next(iter(full.items()))
+    for name, spec in windowed.items():
+        if (spec.page_size_bytes, spec.block_size) != (first.page_size_bytes, first.block_size):
+            raise ConfigError(
+                "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
+                f" {name} differs from {first_name}; serve this model without --kv-compress"
+            )
+    for name, spec in full.items():
         plain = type(spec) is FullAttentionSpec and not spec.non_causal
         if not plain or spec.sliding_window or spec.attention_chunk_size:
             raise ConfigError(
-                "--kv-compress needs full attention in every layer, but"
+                "--kv-compress needs full attention in every layer, or a sliding window, but"
                 f" {name} is {_describe(spec)}; serve this model without --kv-compress"
             )
         known = spec.dtype in _FLOATS or spec.kv_quant_mode == _SCALED
@@ -103,7 +126,8 @@ def compressed_specs(
         raise ConfigError(wrong_interval(settings.decode_interval, first.block_size))
     if settings.max_whole is not None and settings.piece % first.block_size:
         raise ConfigError(wrong_piece(settings.piece, first.block_size))
-    return {name: _compressed(spec, len(specs), settings) for name, spec in specs.items()}
+    ours = {name: _compressed(spec, len(full), settings) for name, spec in full.items()}
+    return {name: ours.get(name, spec) for name, spec in specs.items()}
 
 
 def _describe(spec: KVCacheSpec) -> str:

@@ -1,8 +1,9 @@
 """Seam `kv_cache`: the manager of a compressed group's blocks.
 
-The manager plans a compression when it allocates the chunk that ends a prefill, because that
-is the moment at which blocks can still be asked for. How much is kept depends on lengths
-alone (`page_plan`), so nothing is heard back from the workers.
+The manager plans a compression once the chunk that ends a prefill has its blocks, because that
+is the moment at which more can still be asked for. How much is kept depends on lengths
+alone (`page_plan`), so nothing is heard back from the workers. What concerns a model's other
+groups of layers too is asked of vLLM's coordinator, which calls this one (`coordination`).
 
 A compressed request holds: null blocks for the full blocks of its prompt, the ordinary blocks
 of its tail, and the destination blocks, which never enter ``req_to_blocks``. vLLM's own
@@ -10,12 +11,11 @@ arithmetic on that list (positions, slots, blocks still needed) therefore stays 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -65,12 +65,11 @@ class CompressedManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: _Spec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
-        self._num_layers = kv_cache_spec.num_compressed_layers
+        self._num_layers, self._windowed = kv_cache_spec.num_compressed_layers, 0
         self.use(kv_cache_spec.settings)
         self.tally = Tally()
-        self._looked_up: Request | None = None
-        # vLLM's is a classmethod and knows no request; its coordinator asks the instance
-        self.find_longest_cache_hit = self._longest_hit
+        # Of the request counted last: what fresh destination blocks would take beside the rest.
+        self.fresh = 0
         # The destination blocks of each compressed request.
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a compressed request may enter the prefix cache.
@@ -87,8 +86,15 @@ class CompressedManager(FullAttentionManager):
     def use(self, settings: CompressionConfig) -> None:
         """The engine's settings; benchmarks change them, while no request is there."""
         self.settings = settings
-        self.planner = Planner(settings, self._num_layers, self.block_size, self.block_pool)
+        self.planner = Planner(
+            settings, self._num_layers, self.block_size, self.block_pool, self._windowed
+        )
         self.planner.follow(self._requests)
+
+    def leave(self, windowed: int) -> None:
+        """So many blocks of the pool are for the windowed layers of any request."""
+        self._windowed = windowed
+        self.use(self.settings)
 
     def follow(self, requests: Mapping[str, Request]) -> None:
         """Let the manager look up the requests whose blocks it allocates."""
@@ -116,7 +122,8 @@ class CompressedManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Also count the destination blocks, unless the prompt's own blocks must serve."""
+        """Also count destination blocks for which the prompt's own are too few; `fresh` others."""
+        self.fresh = 0
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -139,25 +146,23 @@ class CompressedManager(FullAttentionManager):
             plan, missing = self.planner.plan_of(request_id) if ends else None, True
         if plan is None or not missing:
             return needed
-        if self.block_pool.get_num_free_blocks() >= needed + plan.blocks:
-            return needed + int(plan.blocks)
         full_blocks = num_tokens // self.block_size
         prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
         alone = sum(block.ref_cnt == 1 for block in prompt_blocks)
         alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
         alone += max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
-        return int(needed + max(plan.blocks - alone, 0))
+        too_few = max(plan.blocks - alone, 0)
+        self.fresh = plan.blocks - too_few
+        return int(needed + too_few)
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
-        """Allocate as vLLM does; at the end of the prefill also reserve the destination."""
-        new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
-            request_id, num_tokens, num_tokens_main_model
-        )
+    def plan_step(self, request_id: str, num_tokens: int) -> None:
+        """Plan this step of a request that has blocks for `num_tokens`, in every group of layers.
+
+        At the end of the prefill this takes the destination's: fresh ones, if there are any.
+        """
         if self.planner.is_settled(request_id):
             self._grow_on(request_id, num_tokens)
-            return new_blocks
+            return
         if reason := self.planner.admit(request_id):
             self.tally.skipped[reason] += 1
         pieces = self.planner.pieces_of(self.planner.request(request_id))
@@ -175,7 +180,6 @@ class CompressedManager(FullAttentionManager):
             self._reserve(request_id, whole)
         elif (watching := self.planner.watching(request_id, pieces, whole)) is not None:
             self._observe[request_id] = watching
-        return new_blocks
 
     def _reserve(self, request_id: str, plan: PagePlan) -> None:
         """Take K destination blocks: fresh ones, else the prompt's own unshared ones."""
@@ -354,33 +358,12 @@ class CompressedManager(FullAttentionManager):
 
     # -- the prefix cache ---------------------------------------------------------------------
 
-    @contextmanager
-    def looking_up(self, request: Request) -> Iterator[None]:
-        """While vLLM looks up the prefix of a request that waits: this one."""
-        self.planner.admissions.consider(request)
-        self._looked_up = request
-        try:
-            yield
-        finally:
-            self._looked_up = None
+    def cacheable(self, request_id: str, num_tokens: int) -> int:
+        """Of so many tokens, those that may enter the prefix cache, of any group of layers.
 
-    def _longest_hit(
-        self, block_hashes: BlockHashList, max_length: int, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """`find_longest_cache_hit` of one request, cut by `Planner.longest_hit`."""
-        if self._looked_up is not None:
-            max_length = self.planner.longest_hit(self._looked_up, max_length)
-        hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
-            block_hashes, max_length, *args, **kwargs
-        )
-        return hit
-
-    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Never register a block that was computed against a compressed context."""
-        limit = self._cacheable.get(request.request_id)
-        if limit is not None:
-            num_tokens = min(num_tokens, limit)
-        super().cache_blocks(request, num_tokens, *args, **kwargs)
+        A block that was computed against a compressed context must not.
+        """
+        return min(num_tokens, self._cacheable.get(request_id, num_tokens))
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -31,12 +31,18 @@ class Planner:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pool: vLLM's blocks, for admissions that ask how many are in use.
+        windowed: blocks that layers with a sliding window take of a request, at most.
     """
 
     def __init__(
-        self, settings: CompressionConfig, num_layers: int, block_size: int, pool: BlockPool
+        self,
+        settings: CompressionConfig,
+        num_layers: int,
+        block_size: int,
+        pool: BlockPool,
+        windowed: int = 0,
     ) -> None:
-        self.admissions = Admissions(settings, num_layers, block_size, pool)
+        self.admissions = Admissions(settings, num_layers, block_size, pool, windowed)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests: Mapping[str, Request] | None = None
@@ -201,7 +207,7 @@ class Planner:
         plan = self.plan_of(request.request_id) if pieces is None else pieces.plan(tokens)
         packed = 0 if plan is None else plan.blocks
         growth = self._growth(request, plan)
-        blocks = self.admissions.pool_blocks
+        blocks = self.admissions.room
         if growth is not None and most_blocks(growth, packed=packed, tokens=growth.last) <= blocks:
             return
         behind = 0 if plan is None else tokens // size

@@ -19,9 +19,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_kvcompress.engine.layers import windowed_blocks
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
-from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
+from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import SeamError
 
@@ -33,33 +34,17 @@ class _Compressing:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
-        compressed = [manager for manager in managers if isinstance(manager, CompressedManager)]
-        if len(compressed) != 1 or len(managers) != 1:
-            raise SeamError(
-                "compression needs exactly one KV cache group, managed by CompressedManager; got"
-                f" {[type(manager).__name__ for manager in managers]}"
-            )
-        self.compressed_manager = compressed[0]
+        self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
+        self.compressed_manager = self.coordination.manager
+        windowed = windowed_blocks(self.vllm_config)  # type: ignore[attr-defined]
+        self.compressed_manager.leave(windowed)
         self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
         self.usage_notes = UsageNotes()
         # Plans that no report has acknowledged yet, in the order of their steps.
         self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()
         # The error to raise once a plan was not carried out.
         self._lost: str | None = None
-        self._tell_who_looks_up()
         self._log_concurrency()
-
-    def _tell_who_looks_up(self) -> None:
-        """The prefix cache is asked for hashes; our manager must know whose they are."""
-        cache: Any = self.kv_cache_manager  # type: ignore[attr-defined]
-        lookup = cache.get_computed_blocks
-
-        def looking_up(request: Request, *args: Any, **kwargs: Any) -> Any:
-            with self.compressed_manager.looking_up(request):
-                return lookup(request, *args, **kwargs)
-
-        cache.get_computed_blocks = looking_up
 
     def _log_concurrency(self) -> None:
         config = self.vllm_config  # type: ignore[attr-defined]
@@ -91,7 +76,7 @@ class _Compressing:
         manager = self.compressed_manager
         if manager.settings.max_whole is None or request.sampling_params is None:
             return
-        most, blocks = manager.planner.most_blocks(request), manager.planner.admissions.pool_blocks
+        most, blocks = manager.planner.most_blocks(request), manager.planner.admissions.room
         if most > blocks:
             logger.error(
                 "request %s is ended: its prompt of %d tokens takes %d KV blocks while it is"

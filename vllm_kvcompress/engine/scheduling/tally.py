@@ -46,7 +46,9 @@ class Tally:
         """Everything since the last call as plain values; None when nothing happened."""
         if not (self.planned or self.skipped or self.packed or self.repacked or self.pieces):
             return None
-        layers = zip(*(done.layer_tokens for done in self.packed), strict=True)
+        layers = Counter[str]()
+        for done in self.packed:
+            layers.update(dict(zip(map(str, done.layers), done.layer_tokens, strict=True)))
         taken: Counts = {
             "planned": dict(self.planned),
             "skipped": dict(self.skipped),
@@ -58,7 +60,7 @@ class Tally:
             "kept_tokens": sum(done.kept for done in self.packed),
             "ratios": [done.kept / done.tokens for done in self.packed],
             "seconds": [done.seconds for done in self.packed],
-            "layer_tokens": [sum(tokens) for tokens in layers],
+            "layer_tokens": dict(layers),
             "repacked": self.repacked,
             "answer_blocks": self.answer_blocks,
             "pieces": self.pieces,

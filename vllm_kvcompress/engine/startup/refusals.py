@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.model_traits import FLOAT8_CACHES, Traits, stored_in, traits_of, unsupported
 from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
@@ -102,6 +103,16 @@ def model_traits(config: VllmConfig) -> Traits:
 
 def _model(config: VllmConfig) -> str | None:
     return unsupported(model_traits(config))
+
+
+def _windows(config: VllmConfig) -> str | None:
+    if groups_of(config).windowed and config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return (
+            "layers with a sliding window must have blocks of their own; remove"
+            " --disable-hybrid-kv-cache-manager, and the option for which vLLM's log says that it"
+            " turned that manager off"
+        )
+    return None
 
 
 def _kv_connector(config: VllmConfig) -> str | None:
@@ -306,6 +317,7 @@ REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _backend,
     _causal,
     _model,
+    _windows,
     _kv_connector,
     _context_parallel,
     _pipeline_parallel,

@@ -8,6 +8,7 @@ from vllm_kvcompress.engine.startup.seam import TESTED, Seam
 from vllm_kvcompress.errors import SeamError
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn:"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
@@ -141,10 +142,6 @@ SEAMS = (
         _TABLES,
         f"{_MANAGER}.get_num_blocks_to_allocate"
         "(request_id, num_tokens, new_computed_blocks, apply_admission_cap)",
-        f"{_MANAGER}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
-        f"{_MANAGER}.find_longest_cache_hit"
-        "(block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec)",
-        f"{_MANAGER}.cache_blocks(request, num_tokens)",
         f"{_MANAGER}.pop_blocks_for_free(request_id)",
         "vllm.v1.core.block_pool:BlockPool.evict_blocks(block_ids)",
     ),
@@ -170,10 +167,19 @@ SEAMS = (
         f"{_SCHEDULER}.make_stats",
     ),
     *_seams(
-        "scheduling.scheduler",
+        "scheduling.coordination",
         "wrap",
         "vLLM's managers are told whose prefix they look up",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
+    ),
+    *_seams(
+        "scheduling.coordination",
+        "wrap",
+        _TABLES,
+        f"{_COORDINATOR}.find_longest_cache_hit(block_hashes, max_cache_hit_length)",
+        f"{_COORDINATOR}.get_num_blocks_to_allocate",
+        f"{_COORDINATOR}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
+        f"{_COORDINATOR}.cache_blocks(request, num_computed_tokens)",
     ),
     *_seams(
         "scheduling.scheduler",
@@ -285,6 +291,7 @@ SEAMS = (
         "use",
         _USED,
         "vllm.config:VllmConfig",
+        "vllm.config:VllmConfig.max_in_flight_tokens",
         "vllm.platforms:current_platform",
         "vllm.logger:init_logger",
         "vllm:envs",
@@ -303,7 +310,6 @@ SEAMS = (
         "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
         "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
-        "vllm.v1.core.kv_cache_utils:BlockHashList",
         "vllm.v1.core.kv_cache_utils:KVCacheBlock(block_id, ref_cnt)",
         "vllm.v1.core.sched.output:SchedulerOutput"
         "(scheduled_new_reqs, scheduled_cached_reqs, finished_req_ids, preempted_req_ids)",
@@ -312,6 +318,8 @@ SEAMS = (
         "vllm.v1.kv_cache_interface:FullAttentionSpec"
         "(head_size_v, sliding_window, attention_chunk_size)",
         "vllm.v1.kv_cache_interface:KVCacheSpec",
+        "vllm.v1.kv_cache_interface:SlidingWindowSpec(sliding_window)",
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
         "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
         "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
     ),

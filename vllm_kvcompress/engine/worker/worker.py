@@ -26,12 +26,13 @@ from vllm_kvcompress.engine.attention.backend import (
     override_backends,
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.messages.settings import settings_given
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
-from vllm_kvcompress.engine.scheduling.cache_spec import compressed_specs
+from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.memory import ring_bytes
@@ -143,23 +144,34 @@ def bind_compressor(
 ) -> PromptCompressor:
     """Build the page pool over the runner's KV cache and connect layers and builders to it.
 
+    Layers with a sliding window are not bound: they run as vLLM's.
+
     Raises:
-        SeamError: the runner has more than one group of attention layers, or a layer or a
-            builder that is not ours.
+        SeamError: the runner has more than one group of layers with full attention, others than
+            the model's config says, or a layer or a builder that is not ours.
     """
-    group = kv_cache_config.kv_cache_groups[0]
+    groups = kv_cache_config.kv_cache_groups
+    ours = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CompressedSpec)]
+    if len(ours) != 1:
+        raise SeamError(
+            "compression needs one group of layers with full attention, vLLM made"
+            f" {len(ours)} of {len(groups)} groups; serve this model without --kv-compress"
+        )
+    group = groups[ours[0]]
     names = sorted(group.layer_names, key=_layer_index)
     context = config.compilation_config.static_forward_context
     layers: list[Attention] = [context[name] for name in names]
-    builders = [b for groups in runner.attn_groups for g in groups for b in g.metadata_builders]
+    builders = [b for g in runner.attn_groups[ours[0]] for b in g.metadata_builders]
     impls = {type(layer.impl) for layer in layers}
     wrong = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
     wrong += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
-    if wrong or len(impls) != 1 or len(builders) != 1 or len(kv_cache_config.kv_cache_groups) != 1:
+    known = groups_of(config).full
+    if wrong or len(impls) != 1 or len(builders) != 1 or len(layers) != len(known):
         raise SeamError(
-            "compression needs one group of attention layers, all on its own backend; got"
-            f" {len(kv_cache_config.kv_cache_groups)} KV cache groups, {len(builders)} builders"
-            f" and foreign classes {sorted({cls.__name__ for cls in wrong})}"
+            "compression needs one group of attention layers, all on its own backend, those that"
+            f" the model's config calls full ({len(known)}); got {len(layers)} layers,"
+            f" {len(builders)} builders and foreign classes"
+            f" {sorted({cls.__name__ for cls in wrong})}"
         )
     block_size = group.kv_cache_spec.block_size
     caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
@@ -188,7 +200,7 @@ def bind_compressor(
         pool,
         layers[0].impl.layout(layers[0], config.model_config.dtype),
         scales=scales_of(layers, pool.pages.device),
-        num_layers=len(layers),
+        layers=[_layer_index(name) for name in names],
         queries=(heads, dim, config.model_config.dtype),
     )
     for index, layer in enumerate(layers):
@@ -217,8 +229,9 @@ def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
     Raises:
         SeamError: a layer has a scale per head, or one that is not positive.
     """
+    sinks = sinks_of(layers, device)
     if stored_in(layers) is None:
-        return Scales([layer.impl.scale for layer in layers], [1.0] * len(layers), device)
+        return Scales([layer.impl.scale for layer in layers], [1.0] * len(layers), device, sinks)
     logits, values = [], []
     for layer in layers:
         key, value = layer._k_scale_float, layer._v_scale_float
@@ -232,7 +245,21 @@ def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
         query = layer._q_scale_float if layer.query_quant is not None else 1.0
         logits.append(layer.impl.scale * key * query)
         values.append(value)
-    return Scales(logits, values, device)
+    return Scales(logits, values, device, sinks)
+
+
+def sinks_of(layers: Sequence[Attention], device: torch.device) -> torch.Tensor | None:
+    """``[L, Hq]`` float32: the logits of the layers' sinks; None where they have none."""
+    every = [getattr(layer.impl, "sinks", None) for layer in layers]
+    found: list[torch.Tensor] = [own for own in every if own is not None]
+    if not found:
+        return None
+    if len(found) != len(every):
+        raise SeamError(
+            "compression needs attention sinks in all layers with full attention, or in none;"
+            " serve this model without --kv-compress"
+        )
+    return torch.stack([own.detach().to(device, torch.float32) for own in found])
 
 
 def query_ring(

@@ -82,7 +82,8 @@ class Caote:
         Every column in its slot, also where layers differ in length.
         """
         if self.base == "tova" and columns.last is not None:
-            return columns.last
+            # what a sink takes of the row is no token's
+            return columns.last / columns.last.sum(-1, keepdim=True)
         if self.base == "h2o" and columns.sums is not None:
             seen = column_means(columns.sums) if self.per_query else columns.sums
             return seen / seen.sum(-1, keepdim=True)

@@ -1,0 +1,132 @@
+"""A sink is one more logit in every row's softmax, of no key: the others' shares follow from it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import methods_reference as ref
+from kvcompress_kernels.column_sums import column_sums
+from kvcompress_kernels.window_scores import window_scores, window_scores_of_rows
+from paging import paged_keys
+
+pytestmark = pytest.mark.gpu
+
+close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+# next to nothing, about a key, nearly all of a row; and logits at which exp would overflow
+SINKS = [-40.0, 0.7, 9.0, 2.5, 0.0, -3.0]
+SCALES = {"usual": 1.0, "huge": 300.0}
+
+
+def layer(tokens, heads, kv_heads, dim, seed, scale):
+    """Query ``[Hq, S, D]`` with sinks, and keys, in float64; the sinks in float32."""
+    rng = np.random.RandomState(seed)
+    q = rng.standard_normal((heads, tokens, dim)) * scale
+    k = rng.standard_normal((kv_heads, tokens, dim))
+    q, k = (x.astype(np.float32).astype(np.float64) for x in (q, k))
+    sinks = np.array(SINKS[:heads]) * scale
+    return ref.with_sinks(q, sinks), k, torch.from_numpy(sinks).float()
+
+
+def as_float(x):
+    return torch.from_numpy(np.asarray(x)).float()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("tokens", "w"), [(70, 8), (37, 36), (1100, 33)])
+def test_a_window_with_sinks(tokens, w, scale):
+    """Every result, the pooled maximum for one, which rows it gives back what falls off."""
+    heads, kv_heads, dim = 6, 2, 16
+    q, k, sinks = layer(tokens, heads, kv_heads, dim, 5, SCALES[scale])
+    view, pages = paged_keys(as_float(k), 16)
+    a = ref.attention(q, k, range(tokens - w, tokens))
+    asked = as_float(q[:, tokens - w :]).transpose(0, 1)
+    for pooled in (False, True) if scale == "usual" else (False,):
+        got = window_scores(
+            *(asked, view, pages, tokens, dim**-0.5),
+            variance=True,
+            maximum=True,
+            pooled=pooled,
+            sinks=sinks,
+        )
+        past = a[:, :, : tokens - w]
+        rows = np.stack([[ref.pooled_row(row) for row in head] for head in past])
+        want = {
+            "total": past.sum(1),
+            "variance": past.var(1, ddof=1),
+            "recent": a[:, :, tokens - w :].sum(1),
+            "last": a[:, -1],
+            "maximum": np.concatenate(
+                [(rows if pooled else past).max(1), a[:, :, tokens - w :].max(1)], -1
+            ),
+            "entropy": -np.where(past > 0, past * np.log(np.where(past > 0, past, 1)), 0).sum(),
+        }
+        for name, exact in want.items():
+            torch.testing.assert_close(
+                getattr(got, name).double(),
+                torch.from_numpy(np.asarray(exact)),
+                msg=name,
+                **(close if scale == "usual" else {"rtol": 2e-3, "atol": 2e-5}),
+            )
+
+
+def test_rows_of_other_lengths_have_sinks_of_their_own():
+    """Two layers of two requests; a sink of minus infinity is none, bit for bit."""
+    heads, kv_heads, dim, w, most = 4, 2, 16, 5, 90
+    lengths = [90, 41, 64, 17]
+    views, pages, asked, sinks, used = [], [], [], [], 0
+    for row, tokens in enumerate(lengths):
+        q, k, own = layer(tokens, heads, kv_heads, dim, row, 1.0)
+        view, page = paged_keys(as_float(k), 16, seed=row)
+        table = torch.zeros(-(-most // 16), dtype=torch.int64)
+        table[: len(page)] = page + used
+        used += len(view)
+        views.append(view)
+        pages.append(table)
+        asked.append(as_float(q[:, tokens - w :]).transpose(0, 1))
+        sinks.append(own + row)
+    rows = torch.stack(asked), torch.cat(views), torch.stack(pages), most, 0.25
+    how = {"lengths": torch.tensor(lengths, dtype=torch.int32), "variance": False}
+    got = window_scores_of_rows(*rows, **how, sinks=torch.stack(sinks))
+    for row, tokens in enumerate(lengths):
+        alone = window_scores(
+            *(asked[row], rows[1], pages[row][: -(-tokens // 16)], tokens, 0.25),
+            variance=False,
+            sinks=sinks[row],
+        )
+        assert torch.equal(got.total[row, :, : tokens - w], alone.total)
+        assert torch.equal(got.last[row, :, :tokens], alone.last)
+    none = torch.full((len(lengths), heads), -math.inf)
+    without, with_none = (window_scores_of_rows(*rows, **how, sinks=s) for s in (None, none))
+    assert torch.equal(with_none.total, without.total)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("tokens", "count"), [(70, 70), (131, 7), (1, 1), (300, 129)])
+def test_column_sums_with_sinks(tokens, count, scale, monkeypatch):
+    """Of keys that are read at once, and span by span."""
+    heads, kv_heads, dim = 6, 2, 16
+    q, k, sinks = layer(tokens, heads, kv_heads, dim, 7, SCALES[scale])
+    view, pages = paged_keys(as_float(k), 16)
+    want = ref.attention(q, k, range(tokens - count, tokens)).sum(1)
+    rows = as_float(q[:, tokens - count :]).transpose(0, 1)
+    for keys in (24 << 20, 64 * 8 * kv_heads * dim):
+        monkeypatch.setattr("kvcompress_kernels.column_sums.reference.KEYS", keys)
+        got = column_sums(rows, view, pages, tokens, dim**-0.5, sinks)
+        torch.testing.assert_close(
+            got.double(),
+            torch.from_numpy(np.asarray(want)),
+            **(close if scale == "usual" else {"rtol": 2e-3, "atol": 2e-5}),
+        )
+
+
+def test_sinks_of_another_shape_are_refused():
+    q, k, sinks = layer(40, 4, 2, 8, 1, 1.0)
+    view, pages = paged_keys(as_float(k), 16)
+    rows = as_float(q[:, 32:]).transpose(0, 1)
+    for wrong in (sinks[:3], sinks.double()):
+        with pytest.raises(ValueError, match="sinks must be"):
+            window_scores(rows, view, pages, 40, 0.3, variance=False, sinks=wrong)
+        with pytest.raises(ValueError, match="sinks must be"):
+            column_sums(rows, view, pages, 40, 0.3, wrong)

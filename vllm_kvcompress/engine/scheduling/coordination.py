@@ -1,0 +1,126 @@
+"""Seam `coordination`: what compression asks of all groups of a model's layers at once.
+
+vLLM keeps a manager of blocks for each group, and a coordinator that asks one after the other.
+Layers with a sliding window are groups of their own, which stay vLLM's. But their blocks come from
+the same pool, and what they compute after a compressed prompt follows from what that left: so how
+many blocks there are, and what may be shared with other requests, is decided over all groups.
+
+The coordinator's methods are wrapped, on the one instance of a scheduler.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.request import Request
+
+from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
+from vllm_kvcompress.errors import SeamError
+
+
+class Coordination:
+    """Stands between one scheduler's `KVCacheManager` and its coordinator.
+
+    Raises:
+        SeamError: no manager is ours, or there are others than those of sliding windows.
+    """
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        coordinator: Any = cache.coordinator
+        managers = coordinator.single_type_managers
+        ours = [manager for manager in managers if isinstance(manager, CompressedManager)]
+        windows = [manager for manager in managers if type(manager) is SlidingWindowManager]
+        if len(ours) != 1 or len(ours) + len(windows) != len(managers):
+            names = [type(manager).__name__ for manager in managers]
+            raise SeamError(
+                "compression needs one KV cache group managed by CompressedManager, and none beside"
+                f" it but those of sliding windows; got {names}"
+            )
+        self.manager: CompressedManager = ours[0]
+        self._windows = windows
+        self._looked_up: Request | None = None
+        self._lookup = cache.get_computed_blocks
+        self._longest_hit = coordinator.find_longest_cache_hit
+        self._count = coordinator.get_num_blocks_to_allocate
+        self._allocate = coordinator.allocate_new_blocks
+        self._cache_blocks = coordinator.cache_blocks
+        wrapped: Any = cache
+        wrapped.get_computed_blocks = self._looking_up
+        coordinator.find_longest_cache_hit = self._hit
+        coordinator.get_num_blocks_to_allocate = self._counting
+        coordinator.allocate_new_blocks = self._allocating
+        coordinator.cache_blocks = self._caching
+
+    def windowed_blocks_held(self, request_id: str) -> int:
+        """Blocks that the layers with a sliding window hold of a request."""
+        held = (each.req_to_blocks.get(request_id, ()) for each in self._windows)
+        return sum(not block.is_null for blocks in held for block in blocks)
+
+    @contextmanager
+    def looking_up(self, request: Request) -> Iterator[None]:
+        """While vLLM looks up the prefix of a request that waits: this one."""
+        self.manager.planner.admissions.consider(request)
+        self._looked_up = request
+        try:
+            yield
+        finally:
+            self._looked_up = None
+
+    def _looking_up(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        with self.looking_up(request):
+            found = self._lookup(request, *args, **kwargs)
+        if not self._windows or len(found) < 3 or found[2]:
+            return found
+        # Of a window vLLM keeps what stands before the last boundary that a hit can end at, and one
+        # more that it is told of. A compressed prompt's hits end earlier.
+        return *found[:2], self._last_hit(request)
+
+    def _last_hit(self, request: Request) -> int:
+        """Where the longest hit of another request for the same prompt ends, at a block; or 0."""
+        longest = self.manager.planner.longest_hit(request, int(request.num_tokens) - 1)
+        return longest - longest % int(self.manager.block_size)
+
+    def _hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        """The longest hit of one request, cut by `Planner.longest_hit`.
+
+        The coordinator is told of hashes alone; whose they are is known from the look-up.
+        """
+        if self._looked_up is not None:
+            max_cache_hit_length = self.manager.planner.longest_hit(
+                self._looked_up, max_cache_hit_length
+            )
+        return self._longest_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
+
+    def _counting(self, *args: Any, **kwargs: Any) -> int:
+        """Blocks that all groups need; fresh destinations too, if the pool has them besides."""
+        self.manager.fresh = 0
+        needed = int(self._count(*args, **kwargs))
+        with_fresh = needed + self.manager.fresh
+        free = int(self.manager.block_pool.get_num_free_blocks())
+        return with_fresh if free >= with_fresh else needed
+
+    def _allocating(
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_tokens_main_model: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Every group takes its blocks before destinations are taken from what is left."""
+        new = self._allocate(request_id, num_tokens, num_tokens_main_model, *args, **kwargs)
+        self.manager.plan_step(request_id, num_tokens_main_model)
+        return new
+
+    def _caching(
+        self, request: Request, num_computed_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Register no block, of any group, that was computed against a compressed context.
+
+        A window's blocks follow from it too: beside another request's own prefix they would be
+        another prompt's.
+        """
+        tokens = self.manager.cacheable(request.request_id, num_computed_tokens)
+        return self._cache_blocks(request, tokens, *args, **kwargs)
