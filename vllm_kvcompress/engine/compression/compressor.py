@@ -108,6 +108,7 @@ class PromptCompressor:
         self._step: StepPlan | None = None
         self._plan_number: int | None = None
         self._layers_watched = 0
+        self._drafts: dict[str, int] = {}
         self._spans: list[_Span] = []
         self._finished: list[tuple[Finished, Stopwatch]] = []
         self.running = False
@@ -124,6 +125,9 @@ class PromptCompressor:
             self.pool.forget(request_id)
         self.abort_step()
         self._step = plan_of(output)
+        # Rows behind the last token of a prompt, which vLLM fills up to those of a decode step.
+        drafts = output.scheduled_spec_decode_tokens.items() if self._step is not None else ()
+        self._drafts = {request_id: len(ids) for request_id, ids in drafts}
         self._plan_number = None if self._step is None else self._step.number
         self.running = True
 
@@ -162,6 +166,7 @@ class PromptCompressor:
                 continue
             row = row_of[request_id]
             start, stop = int(query_start[row]), int(query_start[row + 1])
+            stop -= self._drafts.get(request_id, 0)
             prefill = self._prefills.get(request_id)
             if prefill is None:
                 prefill = self._new_prefill(method, settings.resolved_window)

@@ -135,6 +135,8 @@ class CompressedManager(FullAttentionManager):
         if self.planner.is_settled(request_id):
             return needed
         request = self.planner.request(request_id)
+        # beyond these are drafts, which are not of the prompt
+        num_tokens = min(num_tokens, int(request.num_tokens))
         pieces = self.planner.pieces_of(request)
         if apply_admission_cap:
             # Does the prompt fit at all? In place it always does, and piecewise while it grows.
@@ -165,7 +167,9 @@ class CompressedManager(FullAttentionManager):
             return
         if reason := self.planner.admit(request_id):
             self.tally.skipped[reason] += 1
-        pieces = self.planner.pieces_of(self.planner.request(request_id))
+        request = self.planner.request(request_id)
+        num_tokens = min(num_tokens, int(request.num_tokens))
+        pieces = self.planner.pieces_of(request)
         whole = None if pieces is not None else self.planner.plan_of(request_id)
         plan = whole if pieces is None else pieces.plan(num_tokens)
         ends = self.planner.ends_prefill(request_id, num_tokens)

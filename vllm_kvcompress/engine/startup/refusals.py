@@ -27,6 +27,7 @@ _THROUGH_THE_WORKER = (
     f"{_EXECUTORS}.uniproc_executor.UniProcExecutor",
     f"{_EXECUTORS}.ray_executor_v2.RayExecutorV2",
 )
+_DRAFTS_FROM_THE_PROMPT = "ngram"
 _RAY_SWITCH = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
@@ -232,14 +233,16 @@ def _microbatches(config: VllmConfig) -> str | None:
 
 
 def _speculative(config: VllmConfig) -> str | None:
-    if config.speculative_config is not None:
-        return (
-            "speculative decoding with a draft model rolls back tokens that compression has"
-            " already counted, and other speculation is untested; remove --speculative-config and"
-            f" the --spec- flags, and name {config.model_config.model} itself as the model, not a"
-            " speculator for it"
-        )
-    return None
+    speculative = config.speculative_config
+    if speculative is None or speculative.method == _DRAFTS_FROM_THE_PROMPT:
+        return None
+    return (
+        f"drafts of {speculative.method} come from layers with a KV cache of their own, or are"
+        " untested; take them from the prompt with --speculative-config"
+        f' \'{{"method": "{_DRAFTS_FROM_THE_PROMPT}", ...}}\', or remove --speculative-config and'
+        f" the --spec- flags, and name {config.model_config.model} itself as the model, not a"
+        " speculator for it"
+    )
 
 
 def _cascade(config: VllmConfig) -> str | None:
@@ -298,6 +301,17 @@ def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
     return None
 
 
+def _drafts(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    given = {"--kv-decode-budget": settings.decode_budget, "--kv-max-whole": settings.max_whole}
+    asked = [flag for flag, value in given.items() if value is not None]
+    if config.speculative_config is None or not asked:
+        return None
+    return (
+        "what is packed more than once is packed at lengths that drafts step over or take back;"
+        f" remove --speculative-config, or {' and '.join(asked)}"
+    )
+
+
 def front_end() -> str | None:
     """Why the process that takes requests cannot be ours; None when it is vLLM's in Python."""
     if envs.VLLM_USE_RUST_FRONTEND:
@@ -338,6 +352,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    for of_settings in (_quantised, _window_fits, _answers_bounded, _prompts_in_pieces):
+    of_both = (_quantised, _drafts, _window_fits, _answers_bounded, _prompts_in_pieces)
+    for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

@@ -1,0 +1,169 @@
+"""Drafts out of the prompt: greedy answers are those without drafts, at the same budget.
+
+A draft lies in the tail, and what is taken back is written over. Two things could go wrong without
+a word: a prompt that is one token short of computed gets rows for drafts behind its last one,
+which are not the prompt's; and blocks for drafts are not the prompt's either.
+"""
+
+import pytest
+
+from checkpoints import make, tokens
+from engines import BLOCK, V2, engine, settings
+
+# vLLM's own drafter, by its compiler
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*reflected list")
+once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
+DRAFTS = 3
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": DRAFTS,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+NEW = 40
+LENGTHS = (417, 640, 90, 321, 128)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+PROMPTS[3][:200] = PROMPTS[0][:200]
+METHODS = ["cake", "tova", "h2o", "d2o", "streamingllm", "cake-chunk", "caote"]
+FREE = settings("cake", 0.4, allow_override="all")
+
+
+def watch_drafts(llm):
+    """From now on: drafts that were judged, and how many of them were taken."""
+    counts = {"judged": 0, "taken": 0}
+    make_stats = llm.scheduler.make_spec_decoding_stats
+
+    def counting(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs):
+        counts["judged"] += num_draft_tokens
+        counts["taken"] += num_accepted_tokens
+        return make_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    llm.scheduler.make_spec_decoding_stats = counting
+    return counts
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+@pytest.fixture(scope="module")
+def without(model):
+    """What each prompt answers by itself with each method, without drafts."""
+    with engine(model, additional_config=FREE, enable_prefix_caching=False) as llm:
+        return {
+            method: [
+                llm.generate([prompt], NEW, extra_args={"kv_compress": method})[0]
+                for prompt in PROMPTS
+            ]
+            for method in (METHODS[:2] if V2 else METHODS)
+        }
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="prefix cache"),
+        pytest.param({"enable_prefix_caching": False}, marks=once, id="no cache"),
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8}, marks=once, id="chunks"),
+        pytest.param({"blocks": 1 + 40}, marks=once, id="preempted"),
+    ],
+)
+def test_greedy_is_greedy_without_drafts(more, model, without):
+    with engine(model, additional_config=FREE, max_model_len=1024, **NGRAM, **more) as llm:
+        free, drafts = llm.free_blocks, watch_drafts(llm)
+        for method, answers in without.items():
+            asked = {"kv_compress": method}
+            for order in (1, -1):
+                prompts = PROMPTS[::order]
+                cuts = llm.watch_preemptions() if "blocks" in more else {}
+                got = llm.generate(prompts, NEW, extra_args=asked)[::order]
+                if not cuts:
+                    assert got == answers, method
+        llm.settle()
+        assert llm.free_blocks == free
+        assert llm.compressor.compressed >= 2 * 4 * len(without)
+        # some were taken and some were not
+        assert 0 < drafts["taken"] < drafts["judged"]
+
+
+@pytest.mark.parametrize("method", ["tova", "cake", "streamingllm"])
+def test_a_prompt_that_ends_with_rows_for_drafts(method, model):
+    """One token is left of a prompt whose others are cached: vLLM fills the step up with drafts."""
+    length = 12 * BLOCK + 1
+    prompt = tokens(length, seed=3)
+    config = settings(method, 0.4, allow_override=f"off,{method}")
+    busy = tokens(60, seed=4)
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        want = llm.generate([prompt], NEW)[0]
+    with engine(model, additional_config=config, max_model_len=1024, **NGRAM) as llm:
+        llm.generate([prompt], 2, extra_args={"kv_compress": "off"})
+        rows = watch_rows(llm)
+        llm.submit("busy", busy, 30)
+        for _ in range(6):
+            llm.step()
+        llm.submit("r", prompt, NEW)
+        done = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+        assert done["r"] == want
+        if method != "cake":  # which computes its window
+            assert rows["r"][0] == 1 + DRAFTS
+        assert llm.compressor.compressed == 1
+
+
+def watch_rows(llm):
+    """From now on: by request, how many rows each of its steps had."""
+    rows: dict[str, list[int]] = {}
+    schedule = llm.scheduler.schedule
+
+    def scheduling(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        for name, count in output.num_scheduled_tokens.items():
+            rows.setdefault(name.split("-")[0], []).append(count)
+        return output
+
+    llm.scheduler.schedule = scheduling
+    return rows
+
+
+@once
+@pytest.mark.parametrize("spare", range(-2, 3))
+def test_a_prompt_that_ends_with_its_block_in_a_pool_that_just_fits(spare, model):
+    """A block for drafts stands behind it, and is none that the prompt may be packed into."""
+    length = 14 * BLOCK
+    prompt = tokens(length, seed=6)
+    with engine(model, additional_config=settings("snapkv", 0.9)) as llm:
+        want = llm.generate([prompt], NEW)[0]
+    blocks = 16 + spare if spare > 0 else 16
+    with engine(
+        model,
+        additional_config=settings("snapkv", 0.9),
+        blocks=1 + blocks,
+        max_model_len=16 * BLOCK,
+        max_num_batched_tokens=length + spare,
+        max_num_seqs=2,
+        **NGRAM,
+    ) as llm:
+        for _ in range(2):
+            assert llm.generate([prompt], NEW)[0] == want
+        assert llm.free_blocks == blocks
+
+
+@once
+def test_blocks_are_those_without_drafts_and_those_of_the_drafts(model):
+    """While it decodes: at most one block more than its tokens take."""
+    prompt, held = tokens(640, seed=7), {}
+    for name, more in (("without", {}), ("with", NGRAM)):
+        with engine(model, additional_config=settings("cake", 0.2), **more) as llm:
+            free, held[name] = llm.free_blocks, {}
+            llm.submit("r", prompt, 70)
+            llm.step()
+            while llm.running():
+                computed = llm.running()[0].num_computed_tokens
+                held[name].setdefault(computed, free - llm.free_blocks)
+                llm.step()
+    shared = held["with"].keys() & held["without"].keys()
+    assert len(shared) > 10
+    for computed in shared:
+        assert 0 <= held["with"][computed] - held["without"][computed] <= 1
