@@ -300,7 +300,7 @@ def test_so_is_a_prompt_that_would_be_left_whole(examined, tiny):
 
 
 def test_a_model_that_is_refused_is_a_finding(examined, tiny):
-    two = ["--pipeline-parallel-size", "2"]
-    found = checks(examined("doctor", tiny, "--json", *TINY, *two))
+    three = ["--pipeline-parallel-size", "3"]
+    found = checks(examined("doctor", tiny, "--json", *TINY, *three))
     assert not found["model"]["ok"]
-    assert "all layers must be on one rank" in found["model"]["detail"]
+    assert "every pipeline stage must hold as many layers" in found["model"]["detail"]

@@ -193,7 +193,7 @@ def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
     [
         (["--kv-compress", "caek"], "did you mean 'cake'"),
         (["--kv-compress", "cake", "--kv-alias", "fast=cake"], "must be NAME=METHOD:BUDGET"),
-        (["--kv-compress", "cake", "--pipeline-parallel-size", "2"], "must be on one rank"),
+        (["--kv-compress", "cake", "--pipeline-parallel-size", "4"], "must hold as many layers"),
     ],
 )
 def test_a_wrong_flag_ends_the_command_before_anything_loads(demo_model, flags, message):

@@ -92,7 +92,7 @@ def test_greedy_is_greedy_without_drafts(more, model, without):
 
 
 @pytest.mark.parametrize("method", ["tova", "cake", "streamingllm"])
-def test_a_prompt_that_ends_with_rows_for_drafts(method, model):
+def test_trap_09_a_prompt_that_ends_with_rows_for_drafts(method, model):
     """One token is left of a prompt whose others are cached: vLLM fills the step up with drafts."""
     length = 12 * BLOCK + 1
     prompt = tokens(length, seed=3)

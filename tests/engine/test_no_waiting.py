@@ -10,6 +10,7 @@ from vllm_kvcompress.engine.compression import compressor as engine
 from vllm_kvcompress.engine.compression import repacker
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
+from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages import pool as page_pool
 from vllm_kvcompress.engine.pages import query_ring, remembered
@@ -56,7 +57,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
         pool_on("meta"),
         kv_layouts.INTERLEAVED,
         scales=scales_on("meta"),
-        layers=range(LAYERS),
+        stages=Stages([range(LAYERS)]),
         queries=(HEADS, DIM, torch.bfloat16),
     )
     if not engine.method_of(settings).allocator.reads:

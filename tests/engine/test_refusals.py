@@ -1,6 +1,7 @@
 """Options, executors and settings that cannot work: one sentence before anything loads."""
 
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,11 +46,6 @@ def test_the_settings_are_part_of_vllms_hash(model):
             "--kv-transfer-config",
         ),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding",
-            "--speculative-config",
-        ),
-        (
             {"kv_cache_dtype": "fp8_per_token_head"},
             "of quantised KV caches fp8 with one scale per layer is supported alone",
             "--kv-cache-dtype auto",
@@ -76,7 +72,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
             "keys and values must be stored in the model's bfloat16",
             "--kv-cache-dtype auto",
         ),
-        ({"pipeline_parallel_size": 2}, "one rank", "--pipeline-parallel-size 1"),
+        ({"pipeline_parallel_size": 3}, "hold as many layers", "a divisor of 4, got 3"),
         ({"scheduler_cls": "somebody.Else"}, "own scheduler", "--scheduler-cls"),
         ({"worker_cls": "somebody.Elses"}, "vLLM's own workers", "--worker-cls"),
         ({"runner": "pooling"}, "only generating models", "without --kv-compress"),
@@ -129,7 +125,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
-def test_trap_09_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
+def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
     with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
         configure(model, **options)
     assert cure in str(refusal.value)
@@ -174,6 +170,27 @@ def test_what_a_cpu_or_this_vllm_does_not_let_one_ask_for(model, part, name, val
     with pytest.raises(ConfigError, match=reason) as refusal:
         refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
     assert cure in str(refusal.value)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "suffix", "ngram_gpu"])
+def test_trap_09_drafts_that_do_not_come_from_the_prompt(model, method):
+    """vLLM would look for a draft model first, so the check is called on its configuration."""
+    config = configure(model)
+    config.speculative_config = SimpleNamespace(method=method)
+    with pytest.raises(ConfigError, match=f"drafts of {method} come") as refusal:
+        refuse_unsupported(config, CompressionConfig.parse(settings()["kvcompress"]))
+    assert "--speculative-config" in str(refusal.value)
+    assert str(model) in str(refusal.value)
+
+
+@pytest.mark.parametrize("flag", ["decode_budget", "max_whole"])
+def test_drafts_beside_what_is_packed_more_than_once(model, flag):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    configure(model, speculative_config=ngram)
+    own = settings("cake", **{flag: 8192})
+    with pytest.raises(ConfigError, match="at lengths that drafts step over") as refusal:
+        configure(model, speculative_config=ngram, additional_config=own)
+    assert f"--kv-{flag.replace('_', '-')}" in str(refusal.value)
 
 
 def test_windows_whose_blocks_would_be_everybodys(checkpoints_folder):

@@ -11,6 +11,7 @@ import torch
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
+from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
@@ -59,7 +60,7 @@ def gpu(monkeypatch):
 
 
 def test_a_report_comes_when_the_device_is_there(gpu):
-    reports = Reports((0, 1))
+    reports = Reports(Stages([(0, 1)]))
     for name in "ab":
         watch = Stopwatch(gpu)
         with watch.running():
@@ -78,7 +79,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
 
 
 def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
-    reports, watch = Reports((0, 1)), Stopwatch(torch.device("cpu"))
+    reports, watch = Reports(Stages([(0, 1)])), Stopwatch(torch.device("cpu"))
     for _ in range(3):
         with watch.running():
             sum(range(1000))
@@ -310,3 +311,28 @@ def test_every_request_may_come_under_an_alias(module, name, carried):
         resolve(models, request)
     if carried is not None:
         assert carried(request) == {"kv_alias": "fast"}
+
+
+# -- and what doctor makes of several ranks' own --------------------------------------------------
+
+
+def test_ranks_beside_each_other_are_averaged_and_stages_come_one_after_the_other():
+    from types import SimpleNamespace
+
+    from vllm_kvcompress.engine.diagnosis.probe import Outcome, kept_map
+
+    def rank(first):
+        return [
+            {"share": [[first], [first + 1]], "kept_tokens": [first, 10 * first], "kv_heads": 2}
+        ]
+
+    outcome = Outcome(free_before=1, records=[rank(1.0), rank(3.0), rank(5.0), rank(7.0)])
+    limits = SimpleNamespace(settings=SimpleNamespace(compress="cake", budget=0.2))
+    plan, numbers = SimpleNamespace(tokens=90), (1, 3, 5, 7)
+    found = kept_map(outcome, plan, limits, "m", numbers=numbers, stages=2)
+    assert found.kept_tokens == [2.0, 20.0, 6.0, 60.0]
+    assert found.share == [[2.0], [3.0], [6.0], [7.0]]
+    assert (found.kv_heads, list(found.names)) == (4, [1, 3, 5, 7])
+    alone = kept_map(outcome, plan, limits, "m")
+    assert alone.kept_tokens == [4.0, 40.0]
+    assert (alone.kv_heads, list(alone.names)) == (8, [0, 1])

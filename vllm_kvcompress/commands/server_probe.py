@@ -156,7 +156,8 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], longest: int) -> Limits:
         own["budget"] = budget
     return Limits(
         settings=CompressionConfig.parse(own),
-        layers=len(layers),
+        # a pipeline's stages share out a budget each
+        layers=len(layers) // int(info.get("stages", 1)),
         block_size=int(cache[0].labels["block_size"]),
         longest=longest,
     )
@@ -260,7 +261,7 @@ def _gauge(
     """vLLM's own usage gauge, which says nothing of us: only an idle server's can be judged."""
     name = "vllm:kv_cache_usage_perc"
     numbers = [int(each.labels["layer"]) for each in after.of(f"{PREFIX}layer_tokens_total")]
-    if max(numbers, default=0) >= limits.layers:
+    if max(numbers, default=0) >= len(set(numbers)):
         return "usage", True, "not judged: layers with a sliding window hold blocks too"
     alone = all(metrics.total("vllm:num_requests_running") <= 1 for _, metrics in during)
     if not during or not alone or before.total(name) or len(after.of(name)) != 1:

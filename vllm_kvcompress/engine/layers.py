@@ -1,6 +1,7 @@
 """Which layers of a model are compressed, as its configuration says before anything is built."""
 
 from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
 
 from vllm_kvcompress.layer_groups import LayerGroups, layer_groups, layer_types
 
@@ -14,6 +15,19 @@ def groups_of(config: VllmConfig) -> LayerGroups:
         int(model.get_total_num_hidden_layers()),
         model.get_sliding_window(),
     )
+
+
+def stages_of(config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+    """Per pipeline stage, the layers on it that are compressed, by their number in the model."""
+    total = int(config.model_config.get_total_num_hidden_layers())
+    count, full = int(config.parallel_config.pipeline_parallel_size), groups_of(config).full
+    bounds = [get_pp_indices(total, stage, count) for stage in range(count)]
+    return tuple(tuple(layer for layer in full if start <= layer < end) for start, end in bounds)
+
+
+def layers_together(config: VllmConfig) -> int:
+    """L: compressed layers that share a budget and a page pool, as many on every stage."""
+    return len(stages_of(config)[0])
 
 
 def windowed_blocks(config: VllmConfig) -> int:

@@ -16,6 +16,7 @@ from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.packer import Finished, Packer
 from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
+from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
 from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
@@ -75,7 +76,7 @@ class PromptCompressor:
         pool: the page pool of this worker's layers.
         layout: how keys and values lie in the pool's pages.
         scales: of each layer.
-        layers: indices, in the model, of the L layers on this worker that are compressed.
+        stages: which layers of the model are compressed, L of them on this worker.
         queries: query heads, head dim and dtype of a layer's queries, for `warm_up`.
     """
 
@@ -86,12 +87,13 @@ class PromptCompressor:
         layout: Layout,
         *,
         scales: Scales,
-        layers: Sequence[int],
+        stages: Stages,
         queries: tuple[int, int, torch.dtype],
     ) -> None:
         self.pool = pool
         self.compressed = 0
-        self.reports = Reports(tuple(layers), log=settings.log_requests)
+        layers = stages.own
+        self.reports = Reports(stages, log=settings.log_requests)
         self._settings = settings
         self.packer: Packer
         if isinstance(layout, Tiled):
@@ -124,6 +126,7 @@ class PromptCompressor:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
         self.abort_step()
+        self.reports.stages.settle()
         self._step = plan_of(output)
         # Rows behind the last token of a prompt, which vLLM fills up to those of a decode step.
         drafts = output.scheduled_spec_decode_tokens.items() if self._step is not None else ()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.messages.step import Compression, Packed, Repack
 
 logger = init_logger("vllm.kvcompress")
@@ -64,11 +65,11 @@ class Reports:
     """The prompts that were packed and not reported yet, oldest first.
 
     Args:
-        layers: indices, in the model, of the layers that are compressed.
+        stages: of the pipeline, of which the last one reports what all layers keep.
         log: also log a line for each.
     """
 
-    layers: tuple[int, ...]
+    stages: Stages
     log: bool = False
     _pending: deque[_Pending] = field(default_factory=deque)
 
@@ -82,6 +83,10 @@ class Reports:
             pages: ``[L]``, pages that each layer keeps, on the device.
             stopwatch: of its scoring and packing.
         """
+        every = self.stages.gathered(pages)
+        if every is None:
+            return
+        pages = every
         # The copy's end is the last thing that is asked of the device.
         with stopwatch.running():
             if pages.is_cuda:
@@ -94,7 +99,7 @@ class Reports:
         done = []
         while self._pending and self._pending[0].stopwatch.done:
             pending = self._pending.popleft()
-            done.append(_packed(pending, self.layers))
+            done.append(_packed(pending, self.stages.every))
             if self.log:
                 _log(done[-1], pending.todo)
         return done

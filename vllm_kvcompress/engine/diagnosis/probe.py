@@ -155,28 +155,42 @@ def _pool(outcome: Outcome) -> Check:
 
 
 def kept_map(
-    outcome: Outcome, plan: PagePlan, limits: Limits, model: str, numbers: Sequence[int] = ()
+    outcome: Outcome,
+    plan: PagePlan,
+    limits: Limits,
+    model: str,
+    *,
+    numbers: Sequence[int] = (),
+    stages: int = 1,
 ) -> KeptMap | None:
     """Where the kept tokens lie, over the heads of all ranks; None when nothing was packed.
 
     Args:
         numbers: the layers' places in the model; empty where all are compressed.
+        stages: of the pipeline, which the ranks come in the order of.
     """
     ranks = [records[-1] for records in outcome.records if records]
     if not ranks:
         return None
+    beside = len(ranks) // stages
+    each_stage = [ranks[at : at + beside] for at in range(0, len(ranks), beside)]
 
     def mean(rows: list[list[float]]) -> list[float]:
         return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
-    share = [mean(list(rows)) for rows in zip(*(rank["share"] for rank in ranks), strict=True)]
+    share = [
+        mean(list(rows))
+        for stage in each_stage
+        for rows in zip(*(rank["share"] for rank in stage), strict=True)
+    ]
+    kept = [mean([rank["kept_tokens"] for rank in stage]) for stage in each_stage]
     return KeptMap(
         model=model,
         method=limits.settings.compress,
         budget=limits.settings.budget,
         prompt_tokens=plan.tokens,
-        kv_heads=sum(rank["kv_heads"] for rank in ranks),
-        kept_tokens=mean([rank["kept_tokens"] for rank in ranks]),
+        kv_heads=sum(rank["kv_heads"] for rank in each_stage[0]),
+        kept_tokens=[tokens for stage in kept for tokens in stage],
         share=share,
         numbers=tuple(numbers),
     )

@@ -14,7 +14,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.checks import Check, Failed, Tell, require
 from vllm_kvcompress.engine.diagnosis import probe
 from vllm_kvcompress.engine.diagnosis.installation import parser, sentence
-from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.layers import groups_of, layers_together, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.overrides import how_to_ask
@@ -43,7 +43,7 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         return None
     limits = Limits(
         settings=settings.variants[0],
-        layers=len(groups_of(config).full),
+        layers=layers_together(config),
         block_size=config.cache_config.block_size,
         longest=config.model_config.max_model_len,
         asks=how_to_ask(settings),
@@ -65,10 +65,10 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
             tell(check)
         if not spec["buckets"]:
             return None
-        own = groups_of(config)
+        own, stages = groups_of(config), len(stages_of(config))
         numbers = own.full if own.windowed else ()
         name = str(config.model_config.model)
-        kept_map = probe.kept_map(outcome, plan, limits, name, numbers)
+        kept_map = probe.kept_map(outcome, plan, limits, name, numbers=numbers, stages=stages)
         return None if kept_map is None else kept_map.to_json()
     finally:
         engine.engine_core.shutdown()

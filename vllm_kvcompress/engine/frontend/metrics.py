@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.counts import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.scheduling.admission import REASONS
@@ -156,10 +156,10 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         for engine in self._engines.values():
             self._ratio.labels(*engine)
             self._seconds.labels(*engine)
-        self._inform(settings)
+        self._inform(settings, len(stages_of(vllm_config)))
         self._count_refusals(model)
 
-    def _inform(self, settings: CompressionConfig) -> None:
+    def _inform(self, settings: CompressionConfig, stages: int) -> None:
         names = {alias.name: alias.meaning for alias in settings.alias}
         values = {
             "method": settings.compress,
@@ -174,6 +174,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "piece": str(settings.piece if settings.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
+            "stages": str(stages),
         }
         gauge = Gauge(
             "vllm:kv_compress_info",

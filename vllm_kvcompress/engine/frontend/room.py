@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
-from vllm_kvcompress.engine.layers import groups_of, windowed_blocks
+from vllm_kvcompress.engine.layers import layers_together, windowed_blocks
 from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.pieces import pieces_of
 
@@ -44,7 +44,7 @@ def check_room(
     # a null block in each engine's pool is nobody's
     blocks = total // max(engines, 1) - 1 - windowed_blocks(config)
     own = settings_for(settings, extra_args)
-    layers = len(groups_of(config).full)
+    layers = layers_together(config)
     pieces = None if own is None else pieces_of(own, layers, size, tokens)
     most = -(-tokens // size) if pieces is None else pieces.most_blocks()
     if most <= blocks:

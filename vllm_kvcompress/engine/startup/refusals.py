@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.model_traits import FLOAT8_CACHES, Traits, stored_in, traits_of, unsupported
 from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
@@ -138,11 +138,21 @@ def _context_parallel(config: VllmConfig) -> str | None:
 
 def _pipeline_parallel(config: VllmConfig) -> str | None:
     size = config.parallel_config.pipeline_parallel_size
-    if size > 1:
+    if size == 1:
+        return None
+    counts = [len(layers) for layers in stages_of(config)]
+    if groups_of(config).windowed:
         return (
-            "all layers must be on one rank for now; set --pipeline-parallel-size 1 and use"
-            f" --tensor-parallel-size, got {size}"
+            "pipeline stages of models with sliding windows are not tested; set"
+            f" --pipeline-parallel-size 1 and use --tensor-parallel-size, got {size}"
         )
+    if len(set(counts)) > 1:
+        return (
+            "every pipeline stage must hold as many layers, since all take the same blocks; set"
+            f" --pipeline-parallel-size to a divisor of {sum(counts)}, got {size} with {counts}"
+        )
+    if config.speculative_config is not None:
+        return "drafts over pipeline stages are not tested; remove --speculative-config"
     return None
 
 

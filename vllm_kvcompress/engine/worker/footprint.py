@@ -4,7 +4,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.layers import groups_of, layers_together
 from vllm_kvcompress.memory import Sizes, bytes_beside, table_columns
 
 
@@ -13,8 +13,8 @@ def sizes_of(config: VllmConfig) -> Sizes:
     model, parallel = config.model_config, config.parallel_config
     groups = groups_of(config)
     return Sizes(
-        layers=len(groups.full),
-        groups=groups,
+        layers=layers_together(config),
+        groups=groups if groups.windowed else None,
         heads=int(model.get_num_attention_heads(parallel)),
         kv_heads=int(model.get_num_kv_heads(parallel)),
         head_dim=int(model.get_head_size()),

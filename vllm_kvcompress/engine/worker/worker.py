@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -26,7 +27,8 @@ from vllm_kvcompress.engine.attention.backend import (
     override_backends,
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
-from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.compression.stages import Stages
+from vllm_kvcompress.engine.layers import stages_of
 from vllm_kvcompress.engine.messages.settings import settings_given
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
@@ -49,7 +51,7 @@ class CompressingWorker:
     compressor: PromptCompressor | None = None
     vllm_config: VllmConfig
     model_runner: Any
-    is_driver_worker: bool
+    rank: int
     # Number of the plan of the step whose output is not handed back yet.
     _carried_out: int | None = None
 
@@ -86,7 +88,7 @@ class CompressingWorker:
             self._carried_out = self.compressor.end_step()
         except Exception as failure:
             self.compressor.abort_step()
-            if plan_of(scheduler_output) is None or self.is_driver_worker:
+            if plan_of(scheduler_output) is None or self._heard:
                 raise
             logger.critical(
                 "a rank that could not compress a prompt must not go on, since the others would:"
@@ -95,6 +97,13 @@ class CompressingWorker:
             )
             raise SystemExit(1) from failure
         return result if result is None else self._reporting(result)
+
+    @property
+    def _heard(self) -> bool:
+        """Whether vLLM's executor listens to this rank: the first one of the last stage."""
+        parallel = self.vllm_config.parallel_config
+        first_of_last = parallel.world_size - parallel.tensor_parallel_size
+        return bool(self.rank == first_of_last)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The step's output, with a `StepReport` if there is anything to tell."""
@@ -165,8 +174,10 @@ def bind_compressor(
     impls = {type(layer.impl) for layer in layers}
     wrong = [cls for cls in impls if not issubclass(cls, CompressedImpl)]
     wrong += [type(b) for b in builders if not isinstance(b, CompressedBuilder)]
-    known = groups_of(config).full
-    if wrong or len(impls) != 1 or len(builders) != 1 or len(layers) != len(known):
+    stages, stage = stages_of(config), get_pp_group().rank_in_group
+    known = stages[stage]
+    others = tuple(map(_layer_index, names)) != known
+    if wrong or len(impls) != 1 or len(builders) != 1 or others:
         raise SeamError(
             "compression needs one group of attention layers, all on its own backend, those that"
             f" the model's config calls full ({len(known)}); got {len(layers)} layers,"
@@ -200,7 +211,7 @@ def bind_compressor(
         pool,
         layers[0].impl.layout(layers[0], config.model_config.dtype),
         scales=scales_of(layers, pool.pages.device),
-        layers=[_layer_index(name) for name in names],
+        stages=Stages(stages, stage, pool.pages.device),
         queries=(heads, dim, config.model_config.dtype),
     )
     for index, layer in enumerate(layers):

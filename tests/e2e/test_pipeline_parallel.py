@@ -1,0 +1,221 @@
+"""Two pipeline stages: each packs its own layers into the same blocks, the last reports for both.
+
+vLLM's V1 runner makes the buffer for what comes from the stage before while it captures graphs,
+which a CPU does not do: `BUFFERS` makes it, or vLLM alone dies there too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from broken_sites import broken
+from checkpoints import make, tokens
+from configuring import configure
+from engines import engine, settings
+from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.policies.allocators.pyramid import Pyramid
+from vllm_kvcompress.policies.budgets import round_to_pages
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+_BUFFERS = """
+start = module.CPUWorker.initialize_from_config
+def starting(self, kv_cache_config):
+    start(self, kv_cache_config)
+    from vllm.distributed import get_pp_group
+    runner = self.model_runner
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+module.CPUWorker.initialize_from_config = starting
+"""
+BUFFERS = broken("vllm.v1.worker.cpu_worker", f"exec({_BUFFERS!r}, {{'module': module}})")
+# An earlier stage raises where nobody hears: vLLM asks the last one alone.
+FIRST_FAILS = broken(
+    "vllm_kvcompress.engine.compression.packer",
+    "pack = module.Packer.pack; module.Packer.pack = lambda self, finished: ("
+    "finished.todo.settings.compress == 'cake'"
+    " and module.torch.distributed.get_rank() == 0 and module.torch.empty(2**60),"
+    " pack(self, finished))[1]",
+)
+# Whole blocks and a budget in tokens: what a layer keeps does not depend on how many there are.
+LENGTHS = (320, 704, 90)
+PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
+LONG = 110  # tokens of an answer that is packed again as it grows
+SETTINGS = settings(
+    "snapkv",
+    128,
+    log_requests=True,
+    allow_override="off,tova,h2o,pyramidkv,cake,d2o",
+    decode_budget=128,
+    decode_interval=32,
+    max_whole=512,  # the longest prompt goes in pieces
+    piece=256,
+)
+ROUNDS = [
+    *[(method, 12) for method in ("snapkv", "tova", "h2o", "off", "pyramidkv", "cake")],
+    ("snapkv", LONG),
+    ("d2o", LONG),
+]
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, settings, rounds, prompts, stages, ranks = json.loads(sys.argv[1])
+    llm = LLM(
+        model, pipeline_parallel_size=stages, tensor_parallel_size=ranks, skip_tokenizer_init=True,
+        enforce_eager=True, dtype="float32", max_model_len=2048, block_size=32,
+        additional_config=settings, num_gpu_blocks_override=129, distributed_executor_backend="mp",
+    )
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    for method, tokens in rounds:
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args={"kv_compress": method}
+        )
+        inputs = [{"prompt_token_ids": p} for p in prompts]
+        done = llm.generate(inputs, params, use_tqdm=False)
+        assert pool.get_num_free_blocks() == free, method
+        kept = [getattr(o, "kv_compress", None) for o in done]
+        answers = [list(o.outputs[0].token_ids) for o in done]
+        print("ANSWERS", json.dumps([answers, kept]), flush=True)
+"""
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make("llama-gqa", tmp_path_factory.mktemp("stages"))
+
+
+def start(
+    model: str, rounds: Sequence[tuple[str, int]], stages: int, ranks: int, site: str = ""
+) -> Done:
+    """Run the script: one engine of so many stages of so many ranks."""
+    folder = Path(model).with_name(f"{stages}-{ranks}-{len(site)}")
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "sitecustomize.py").write_text(BUFFERS + site)
+    asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}, rounds, PROMPTS]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, str(folder / "script.py"), json.dumps([*asked, stages, ranks])],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        },
+    )
+
+
+def told(done: Done) -> list[tuple[list[list[int]], list[dict]]]:
+    """Answers and what was kept, round by round."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
+    return [tuple(json.loads(line.removeprefix("ANSWERS "))) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def on_two(model):
+    """By round, what two stages answer and keep."""
+    done = start(model, ROUNDS, 2, 1)
+    return dict(zip(ROUNDS, told(done), strict=True)), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def on_one(model):
+    """By round, what all layers on one rank answer."""
+    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
+        return {
+            (method, new): llm.generate(PROMPTS, new, extra_args={"kv_compress": method})
+            for method, new in ROUNDS
+        }
+
+
+SAME = ["snapkv", "tova", "h2o", "off"]
+
+
+@pytest.mark.parametrize("method", SAME)
+def test_two_stages_answer_as_one(method, on_two, on_one):
+    """A layer's choice is its own; where it is, makes no difference. In pieces too."""
+    answers, _ = on_two
+    assert answers[method, 12][0] == on_one[method, 12]
+
+
+def test_two_stages_pack_an_answer_again_as_one(on_two, on_one):
+    answers, _ = on_two
+    assert answers["snapkv", LONG][0] == on_one["snapkv", LONG]
+
+
+def test_the_last_stage_reports_the_layers_of_both(on_two):
+    """By their places in the model; each stage shares out a budget, from its first layer on."""
+    answers, log = on_two
+    _, kept = answers["snapkv", 12]
+    assert [each and each["layer_tokens"] for each in kept] == [[128] * 4, [128] * 4, None]
+    _, kept = answers["pyramidkv", 12]
+    own = CompressionConfig.parse({**SETTINGS["kvcompress"], "compress": "pyramidkv"})
+    plan = page_plan(own.prompt(2, LENGTHS[0]), 32)
+    stage = round_to_pages(Pyramid().allocate(plan.prompt, None) + plan.window, plan) * 32
+    assert kept[0]["layer_tokens"] == [*stage.tolist()] * 2
+    assert stage[0] > stage[1]
+    _, kept = answers["cake", 12]
+    for each in kept[:2]:
+        assert sum(each["layer_tokens"][:2]) == sum(each["layer_tokens"][2:]) == 256
+    lines = [line for line in log.splitlines() if "kv-compress: request=" in line]
+    # one line for each prompt that was compressed, of the last stage
+    assert len(lines) == 2 * 7
+    assert all("PP1" in line for line in lines)
+
+
+def test_what_is_shared_out_anew_keeps_the_first_token(on_two, on_one):
+    answers, _ = on_two
+    for method in ("pyramidkv", "cake"):
+        mine, theirs = answers[method, 12][0], on_one[method, 12]
+        # the second prompt goes in pieces: its last chunk reads what the first one left
+        assert mine[0][0] == theirs[0][0]
+        assert mine[2] == theirs[2]
+
+
+def test_two_stages_of_two_ranks_answer_so_too(model, on_one):
+    rounds = [("snapkv", 12), ("snapkv", LONG)]
+    for (method, new), (answers, kept) in zip(
+        rounds, told(start(model, rounds, 2, 2)), strict=True
+    ):
+        assert answers == on_one[method, new]
+        assert kept[0]["layer_tokens"] == [128] * 4
+
+
+def test_a_stage_that_cannot_pack_ends_the_engine(model, on_one):
+    """It must not go on: its blocks are free, and the last stage knows of nothing."""
+    done = start(model, [("snapkv", 12), ("cake", 12)], 2, 1, FIRST_FAILS)
+    assert done.returncode != 0
+    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
+    assert len(lines) == 1
+    assert "a rank that could not compress a prompt must not go on" in done.stdout + done.stderr
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_stages_that_cannot_be(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"divisor of 4, got 3 with \[1, 2, 1\]"):
+        configure(model, pipeline_parallel_size=3, distributed_executor_backend="mp")
+    with pytest.raises(ConfigError, match="stages of models with sliding windows are not tested"):
+        configure(
+            make("gpt-oss", tmp_path), pipeline_parallel_size=2, distributed_executor_backend="mp"
+        )
+    configure(model, pipeline_parallel_size=4, distributed_executor_backend="mp")
