@@ -169,7 +169,7 @@ def numbers_of(test: str) -> set[int]:
 
 def test_numbers_of_a_test():
     assert numbers_of("test_trap_08_a_prompt_of_22_tokens") == {8}
-    assert numbers_of("test_trap_10_trap_11_options") == {9, 10, 11}
+    assert numbers_of("test_trap_10_trap_11_options") == {10, 11}
     assert numbers_of("test_trap_04_trap_05_positions_and_slots") == {4, 5}
     assert numbers_of("test_traps") == set()
 
