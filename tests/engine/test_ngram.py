@@ -129,25 +129,29 @@ def watch_rows(llm):
     return rows
 
 
-@pytest.mark.parametrize("spare", range(-2, 3))
-def test_a_prompt_that_ends_with_its_block_in_a_pool_that_just_fits(spare, model):
-    """A block for drafts stands behind it, and is none that the prompt may be packed into."""
-    length = 14 * BLOCK
-    prompt = tokens(length, seed=6)
-    with engine(model, additional_config=settings("snapkv", 0.9)) as llm:
+@pytest.mark.parametrize("blocks", [25, 26, 27])
+def test_a_block_for_drafts_is_none_of_the_prompts(blocks, model):
+    """In a pool that just fits, beside a request that reads the same blocks.
+
+    None of them may be packed into, so fresh ones are counted. The rows for drafts fill a block
+    behind the prompt: were it counted as the prompt's own, one fresh block would be missing.
+    """
+    prompt, many = tokens(12 * BLOCK + 1, seed=6), 40
+    config = settings("tova", 0.9, allow_override="off,tova")
+    drafts = {"speculative_config": {**NGRAM["speculative_config"], "num_speculative_tokens": many}}
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         want = llm.generate([prompt], NEW)[0]
-    blocks = 16 + spare if spare > 0 else 16
-    with engine(
-        model,
-        additional_config=settings("snapkv", 0.9),
-        blocks=1 + blocks,
-        max_model_len=16 * BLOCK,
-        max_num_batched_tokens=length + spare,
-        max_num_seqs=2,
-        **NGRAM,
-    ) as llm:
-        for _ in range(2):
-            assert llm.generate([prompt], NEW)[0] == want
+    options = dict(additional_config=config, max_model_len=16 * BLOCK, max_num_seqs=2)
+    with engine(model, blocks=1 + blocks, **options, **drafts) as llm:
+        rows = watch_rows(llm)
+        llm.submit("other", prompt, 20, extra_args={"kv_compress": "off"})
+        for _ in range(4):
+            llm.step()
+        llm.submit("r", prompt, NEW)
+        done = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+        assert done["r"] == want
+        assert rows["r"][0] in (1, 1 + many)
+        assert llm.compressor.compressed == 1
         assert llm.free_blocks == blocks
 
 
