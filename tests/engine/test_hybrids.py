@@ -272,6 +272,31 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
 
 
 @once
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_longer_than_the_pool(name, checkpoints_folder):
+    """What full layers may hold is the pool without what the windows take."""
+    from vllm.exceptions import VLLMValidationError
+
+    model, chunk, room, longest = make(name, checkpoints_folder), 64, 17, 2048
+    config = settings("cake", 160, window=8, max_whole=256, piece=96, allow_override="off")
+    prompts, short = [tokens(1900, seed=1), tokens(1333, seed=2)], tokens(20, seed=3)
+    options = dict(additional_config=config, max_model_len=longest, max_num_batched_tokens=chunk)
+    with engine(model, max_num_seqs=2, **options) as llm:
+        want = [llm.generate([prompt], 20)[0] for prompt in prompts]
+        (whole,) = llm.generate([short], room * BLOCK)
+        windows = groups_of(llm).windowed_blocks(longest, chunk, BLOCK)
+    with engine(model, blocks=1 + room + windows, max_num_seqs=2, **options) as llm:
+        free = llm.free_blocks
+        assert llm.generate(prompts, 20) == want
+        (answer,) = llm.generate([short], longest - len(short))
+        assert len(answer) == room * BLOCK - len(short) + 1
+        assert answer[: len(whole)] == whole[: len(answer)]
+        with pytest.raises(VLLMValidationError, match="stand whole; ask for a method"):
+            llm.generate(prompts[:1], 20, extra_args={"kv_compress": "off"})
+        assert llm.free_blocks == free
+
+
+@once
 def test_preempted_it_goes_on_as_a_prompt_of_the_same_tokens(alone):
     model, _ = alone
     options = dict(max_model_len=704, max_num_batched_tokens=64, max_num_seqs=8)
