@@ -13,6 +13,7 @@ where compression changes them.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -56,10 +57,12 @@ class Contender:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         make_stats = scheduler.make_spec_decoding_stats
 
-        def counting(stats: Any, judged: int, taken: int, *args: Any, **named: Any) -> Any:
-            self.judged += judged
-            self.taken += taken
-            return make_stats(stats, judged, taken, *args, **named)
+        def counting(
+            stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **named: Any
+        ) -> Any:
+            self.judged += num_draft_tokens
+            self.taken += num_accepted_tokens
+            return make_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **named)
 
         scheduler.make_spec_decoding_stats = counting
 
@@ -77,6 +80,17 @@ class Contender:
                     self.steps += 1
                     self.blocks = max(self.blocks, blocks_in_use(self.llm))
             self.answers += [list(output.outputs[0].token_ids) for output in done]
+
+
+def start_many_here() -> None:
+    """vLLM looks for kernels to replace in every module, and stumbles over its drafter's compiler.
+
+    Only where an engine starts after one that drafts. Once a process is enough.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(once))  # noqa: B010
 
 
 def contender(budget: float | None, drafts: bool, args: argparse.Namespace) -> Contender:
@@ -130,6 +144,7 @@ def main() -> None:
     args = parse_args()
     in_this_process(cache_gib=1)
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    start_many_here()
     budgets = {"off": None, **{f"{args.method} {budget:g}": budget for budget in args.budgets}}
     found = {
         (name, drafts): contender(budget, drafts, args)
