@@ -79,7 +79,8 @@ class Contender:
                 if request.num_output_tokens:
                     self.steps += 1
                     self.blocks = max(self.blocks, blocks_in_use(self.llm))
-            self.answers += [list(output.outputs[0].token_ids) for output in done]
+            whole = [output for output in done if output.finished]
+            self.answers += [list(output.outputs[0].token_ids) for output in whole]
 
 
 def start_many_here() -> None:
