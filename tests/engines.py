@@ -281,14 +281,21 @@ def spare_repetitions() -> None:
     """What vLLM does at each start of an engine is done once in this process, which starts many.
 
     It collects garbage eight times while an engine starts and ends, and unfreezes the heap: each is
-    a walk over a million objects of torch and vLLM that are never garbage. They stay frozen. On a
-    CPU it also looks for kernels to replace in all modules, and would find its replacements.
+    a walk over a million objects of torch and vLLM that are never garbage. They stay frozen.
     """
-    from vllm.platforms.cpu import CpuPlatform
-
     gc.freeze()
     atexit.register(gc.unfreeze)  # or extension modules end by listing what they think is lost
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@functools.cache
+def replace_kernels_once() -> None:
+    """On a CPU vLLM looks for kernels to replace in all modules, whenever an engine starts.
+
+    It would find its replacements, and stumbles over the compiler of its own drafter.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
     once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
@@ -312,6 +319,7 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
         seed=0,
         num_gpu_blocks_override=blocks,
     )
+    replace_kernels_once()
     llm = LLM(model, **{**options, **kwargs})
     try:
         yield Engine(llm)

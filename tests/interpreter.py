@@ -1,8 +1,11 @@
 """Triton's interpreter, mended where it differs from the compiled kernels.
 
 It multiplies the bit patterns of bfloat16 operands of `tl.dot`, makes numbers of float8's NaN and
-infinity, and loses what is subnormal in float8_e5m2 on the way to float16.
+infinity, loses what is subnormal in float8_e5m2 on the way to float16, and makes integers of what a
+comparison of scalars says where blocks are masked by it.
 """
+
+import functools
 
 import numpy as np
 import torch
@@ -14,10 +17,12 @@ WIDER = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: tor
 BITS = {2: torch.uint16, 4: torch.uint32}
 
 
+@functools.cache
 def mend() -> None:
-    """Let `tl.dot` widen bfloat16 operands, and conversions from float8 keep its values."""
+    """Let `tl.dot` widen bfloat16 operands, float8 keep its values, and masks stay masks."""
     builder = interpreter.InterpreterBuilder
     dot, convert = builder.create_dot, interpreter._convert_float
+    splat = builder.create_splat
 
     def from_float8(data, source, target, rounding):
         if source not in FLOAT8:
@@ -37,5 +42,11 @@ def mend() -> None:
         product = np.matmul(widened(a), widened(b), dtype=np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    def create_splat(self, ret_ty, arg):
+        if arg.data.dtype != np.bool_:
+            return splat(self, ret_ty, arg)
+        return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data), tl.int1)
+
     interpreter._convert_float = from_float8
+    builder.create_splat = create_splat
     builder.create_dot = create_dot

@@ -97,6 +97,7 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="As vllm serve takes it.")] = "auto",
     ranks: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
+    stages: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1,
     longest: Annotated[
         int | None,
         typer.Option("--max-model-len", min=1, help="The tables' width; prompt and answer."),
@@ -153,6 +154,7 @@ def plan(
         block_size=block_size,
         dtype=dtype,
         ranks=ranks,
+        stages=stages,
         longest=longest,
         requests=requests,
         device=device,

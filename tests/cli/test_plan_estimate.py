@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from checkpoints import make
 from engines import BLOCK
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
@@ -108,3 +109,26 @@ def test_the_pool_is_estimated_from_the_gpu_and_marked(typed, tiny):
     given = json.loads(typed("plan", tiny, *flags, "--kv-memory", 1, "--json").out)
     assert given["kv_cache_estimate"] is None
     assert given["pool_off"]["pool_bytes"] == 2**30
+
+
+def test_stages_share_the_layers_and_hold_one_end_each(typed, tiny, tmp_path):
+    """Of two stages, the first one embeds and the last one has the head."""
+    flags = ["--len", 2000, "--gpu-memory", 80, "--json"]
+    one = json.loads(typed("plan", tiny, *flags).out)
+    two = json.loads(typed("plan", tiny, *flags, "--pp", 2, "--tp", 2).out)
+    shape = read_config(tiny)
+    end = shape["vocab_size"] * shape["hidden_size"] * 2
+    whole = one["kv_cache_estimate"]["weights_bytes"]
+    assert not shape.get("tie_word_embeddings")
+    assert two["kv_cache_estimate"]["weights_bytes"] == ((whole - 2 * end) // 2 + end) // 2
+    assert (one["pipeline_parallel_size"], two["pipeline_parallel_size"]) == (1, 2)
+    assert 4 * two["block_bytes"] == one["block_bytes"]
+    said = " ".join(typed("plan", tiny, *flags[:-1], "--pp", 2, "--tp", 2).out.split())
+    assert "bfloat16, 4 GPUs)" in said
+    assert "in all layers of a stage, of which there are 2," in said
+
+
+def test_stages_of_windows_are_refused_as_the_engine_refuses_them(typed, tmp_path):
+    done = typed("plan", make("gpt-oss", tmp_path), "--len", 2000, "--pp", 2)
+    assert done.status == 2
+    assert "pipeline stages of models with sliding windows are refused; set --pp 1" in done.err

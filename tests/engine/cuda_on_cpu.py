@@ -99,23 +99,25 @@ class Graphs:
     """Captured whole-graph decode steps of the engines that start after it was made.
 
     Args:
-        sizes: rows of the graphs; a step is padded to the next one.
+        sizes: requests of the graphs; a step is padded to the next one.
+        drafts: that every request brings.
     """
 
-    def __init__(self, monkeypatch: Any, sizes: tuple[int, ...]) -> None:
+    def __init__(self, monkeypatch: Any, sizes: tuple[int, ...], drafts: int = 0) -> None:
         self.sizes, self.replays, self.padded = sizes, 0, 0
+        self._each = each = 1 + drafts
         self._captured: dict[int, Any] = {}
         self._addresses: dict[int, list[int]] = {}
         dispatch = ModelCudaGraphManager.dispatch
 
         def dispatching(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs):
-            fit = [size for size in sizes if size >= num_tokens]
-            if uniform_token_count == 1 and fit and self._captured:
+            fit = [size for size in sizes if size * each >= num_tokens]
+            if uniform_token_count == each and fit and self._captured:
                 return BatchExecutionDescriptor(
                     cg_mode=CUDAGraphMode.FULL,
-                    num_tokens=fit[0],
+                    num_tokens=fit[0] * each,
                     num_reqs=fit[0],
-                    uniform_token_count=1,
+                    uniform_token_count=each,
                 )
             return dispatch(manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
@@ -130,14 +132,14 @@ class Graphs:
             for size in self.sizes:
                 self._captured[size] = prepare_inputs_to_capture(
                     size,
-                    size,
+                    size * self._each,
                     runner.model_state,
                     runner.input_buffers,
                     runner.block_tables,
                     runner.attn_groups,
                     runner.kv_cache_config,
                     full_cudagraph=True,
-                    max_query_len=1,
+                    max_query_len=self._each,
                 )
                 self._addresses[size] = self._reads(size)
 
@@ -152,10 +154,11 @@ class Graphs:
     def _run(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
         assert not self._compressor.watching, "a replayed graph runs no Python"
         self.replays += 1
-        assert self._reads(desc.num_tokens) == self._addresses[desc.num_tokens], "moved"
+        requests = desc.num_reqs
+        assert self._reads(requests) == self._addresses[requests], "moved"
         runner, rows = self._runner, desc.num_tokens
-        captured = self._captured[rows]
-        self.padded += bool((runner.input_buffers.seq_lens[:rows] == 0).any())
+        captured = self._captured[requests]
+        self.padded += bool((runner.input_buffers.seq_lens[:requests] == 0).any())
         with set_forward_context(
             captured.attn_metadata,
             runner.vllm_config,

@@ -107,6 +107,42 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
     assert graphs.padded
 
 
+def test_trap_08_a_prompt_that_ends_with_rows_for_drafts_is_seen(
+    start, monkeypatch, checkpoints_folder
+):
+    """A graph has as many rows for each request as it brings drafts, and one more.
+
+    A prompt of which one token is left gets as many, and vLLM runs it as a decode.
+    """
+    import cuda_on_cpu
+    import interpreter
+
+    interpreter.mend()
+    drafts, config = 3, settings("tova", allow_override="off,tova")
+    spec = dict(method="ngram", num_speculative_tokens=drafts, prompt_lookup_min=1)
+    ending, model = tokens(12 * 32 + 1, seed=9), make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        expected = llm.generate([ending, *PROMPTS], 16)
+    graphs = cuda_on_cpu.Graphs(monkeypatch, (2, 4), drafts)
+    opened, _ = start(additional_config=config, speculative_config=spec, max_model_len=1024)
+    with opened as llm:
+        graphs.capture(llm)
+        free = llm.free_blocks
+        llm.generate([ending], 2, extra_args={"kv_compress": "off"})  # all but one are cached
+        llm.submit("busy", PROMPTS[2], 30)
+        for _ in range(4):
+            llm.step()
+        name, replays = llm.submit("r", ending, 16), graphs.replays
+        assert replays
+        assert llm.drain()[name] == expected[0]
+        assert llm.compressor.compressed == 1
+        assert graphs.replays > replays
+        assert llm.generate(PROMPTS, 16) == expected[1:]
+        llm.settle()
+        assert llm.free_blocks == free
+    assert graphs.padded
+
+
 @pytest.mark.parametrize("last", [1, 2])
 def test_trap_08_a_prompt_that_ends_with_one_token_is_seen(start, monkeypatch, last):
     """vLLM runs a chunk of one token as a decode: as a graph, whose layers nobody could watch."""

@@ -15,7 +15,7 @@ FILES = [
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference", "lost_plans"),
         *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces"),
-        *("quantised", "cuda_backends"),
+        *("quantised", "ngram", "cuda_backends"),
     )
 ]
 

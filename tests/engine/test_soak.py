@@ -39,6 +39,7 @@ class Load:
         model: two layers of it are compressed.
         beside: blocks of the pool for layers with a sliding window.
         options: of the engine.
+        cache: what keys and values are stored in; of the roomy engine too.
     """
 
     count: int
@@ -51,11 +52,21 @@ class Load:
     model: str = "llama-two-layers"
     beside: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    cache: str = "auto"
 
     @property
     def asks(self) -> list[dict[str, Any] | None]:
-        """What requests may ask for."""
-        return ASKS_BOUNDED if self.bounded else ASKS if self.choosy else [None]
+        """What requests may ask for: what is quantised is not merged."""
+        asks = ASKS_BOUNDED if self.bounded else ASKS if self.choosy else [None]
+        merging = {"kv_compress": "d2o"}.items()
+        return [x for x in asks if self.cache == "auto" or not merging <= (x or {}).items()]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the engine allows."""
+        if self.bounded:
+            return BOUNDED
+        return FREE if self.cache == "auto" else settings("cake", 0.3, allow_override=UNMERGED)
 
 
 @dataclass(slots=True)
@@ -91,6 +102,7 @@ ASKS_BOUNDED: list[dict[str, Any] | None] = [
     {"kv_compress": "d2o"},
 ]
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
+DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 LOADS = {
     "plain": Load(count=1000, longest=4000, pool=130, talkative=0.2, choosy=True),
     "bounded": Load(count=80, longest=500, pool=24, talkative=0.8, bounded=True),
@@ -98,12 +110,15 @@ LOADS = {
     "priority": Load(**SMALL, options={"scheduling_policy": "priority"}),
     "hybrid": Load(**{**SMALL, "count": 60, "chunk": 128}, choosy=True, model="gpt-oss", beside=12),
     "hybrid, bounded": Load(**{**SMALL, "chunk": 128}, bounded=True, model="gpt-oss", beside=12),
+    "drafts": Load(**SMALL, choosy=True, options={"speculative_config": DRAFTS}),
+    "fp8": Load(**SMALL, choosy=True, cache="fp8"),
 }
 if V2:
     LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
 
 LAYERS, TOGETHER = 2, 24
 FREE = settings("cake", 0.3, allow_override="all")
+UNMERGED = "off,snapkv,h2o,streamingllm"
 # In tokens, and the same of a prompt and of an answer: what is computed again keeps what it was
 # granted, and a long answer to a short prompt what it held. Many prompts are longer than a piece.
 BOUNDED = settings(
@@ -180,16 +195,18 @@ def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], se
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
+@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # of V1's drafter, by its compiler
 @pytest.mark.parametrize("name", LOADS)
 def test_soak(name, checkpoints_folder, keep_async_scheduling):
     load = LOADS[name]
     model = make(load.model, checkpoints_folder)
-    chosen = BOUNDED if load.bounded else FREE
+    chosen = load.settings
     config = CompressionConfig.parse(chosen["kvcompress"])
     options = dict(
         additional_config=chosen,
         max_model_len=load.pool * BLOCK,
         max_num_seqs=96,
+        kv_cache_dtype=load.cache,
     )
     todo = list(requests(load, seed=17))
     with engine(

@@ -11,6 +11,7 @@ from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import Growth, most_blocks
+from vllm_kvcompress.layer_groups import LayerGroups
 from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, sums_per_block, table_bytes
 from vllm_kvcompress.overrides import largest_budgets
 from vllm_kvcompress.pieces import pieces_of
@@ -131,6 +132,7 @@ def sizes_on_rank(
     shape: ModelShape,
     *,
     ranks: int,
+    stages: int = 1,
     longest: int,
     block_size: int,
     max_requests: int,
@@ -141,11 +143,12 @@ def sizes_on_rank(
 
     Args:
         ranks: tensor-parallel size.
+        stages: pipeline-parallel size.
         graphs: whether CUDA graphs are captured, whose batches are padded.
         in_flight: tokens that are computed at once.
 
     Raises:
-        ConfigError: the heads do not divide among the ranks.
+        ConfigError: the heads do not divide among the ranks, or the layers among the stages.
     """
     kv = shape.kv_heads
     if shape.heads % ranks or (kv % ranks if kv >= ranks else ranks % kv):
@@ -153,9 +156,22 @@ def sizes_on_rank(
             f"--tp must divide the model's {shape.heads} heads, and divide its {kv} KV heads or be"
             f" a multiple of them; got {ranks}"
         )
+    groups = shape.groups
+    if stages > 1 and groups.windowed:
+        raise ConfigError(
+            "pipeline stages of models with sliding windows are refused; set --pp 1 and raise --tp,"
+            f" got --pp {stages}"
+        )
+    if shape.layers % stages:
+        raise ConfigError(
+            f"--pp must divide the model's {shape.layers} layers, since all stages take the same"
+            f" blocks; got {stages}"
+        )
+    if stages > 1:
+        groups = LayerGroups(full=tuple(range(shape.layers // stages)))
     return Sizes(
-        layers=len(shape.groups.full),
-        groups=shape.groups,
+        layers=len(groups.full),
+        groups=groups,
         in_flight=in_flight,
         heads=shape.heads // ranks,
         kv_heads=max(kv // ranks, 1),

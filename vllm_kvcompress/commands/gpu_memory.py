@@ -75,6 +75,7 @@ def estimate(
     gpu_gib: float,
     utilization: float,
     ranks: int,
+    stages: int = 1,
     max_num_seqs: int,
     batched_tokens: int,
 ) -> Estimate:
@@ -82,7 +83,8 @@ def estimate(
 
     Args:
         gpu_gib: memory of one GPU in GiB. `utilization`: in (0, 1].
-        ranks: GPUs that share the weights.
+        ranks: GPUs that share a stage's weights.
+        stages: of the pipeline. The first and the last hold one end of the model each.
 
     Raises:
         ConfigError: nothing would be left.
@@ -99,14 +101,18 @@ def estimate(
     logits = max_num_seqs * figure("vocab_size") * 2 * 4
     working = activations + logits + _BESIDE
     own = weights.total_bytes // ranks
+    if stages > 1:
+        end = figure("vocab_size") * width * shape.itemsize
+        ends = end if text.get("tie_word_embeddings") else 2 * end
+        own = (max(weights.total_bytes - ends, 0) // stages + end) // ranks
     total = int(gpu_gib * GIB)
     left = int(total * utilization) - own - working
     if left <= 0:
         raise ConfigError(
             f"--gpu-memory {gpu_gib:g} at --gpu-memory-utilization {utilization:g} must hold"
             f" {own / GIB:.2f} GiB of weights (estimated from {weights.source}) and about"
-            f" {working / GIB:.2f} GiB to work in, and leaves nothing for the KV cache; raise --tp,"
-            " or take a larger GPU or a smaller model"
+            f" {working / GIB:.2f} GiB to work in, and leaves nothing for the KV cache; raise --tp"
+            " or --pp, or take a larger GPU or a smaller model"
         )
     return Estimate(
         gpu_bytes=total,

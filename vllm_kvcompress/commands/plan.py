@@ -27,6 +27,7 @@ class Answer:
     shape: ModelShape
     settings: CompressionConfig
     ranks: int
+    stages: int
     forecast: Forecast
     defaulted: str | None
     estimated: Estimate | None
@@ -39,13 +40,14 @@ class Answer:
             "budget": self.settings.budget,
             "window": self.settings.resolved_window,
             "tensor_parallel_size": self.ranks,
+            "pipeline_parallel_size": self.stages,
             "kv_cache_estimate": None if self.estimated is None else asdict(self.estimated),
             **self.forecast.to_json(),
         }
 
     def show(self) -> None:
         load, shape = self.forecast.load, self.shape
-        on = f", {self.ranks} GPUs" if self.ranks > 1 else ""
+        on = f", {self.ranks * self.stages} GPUs" if self.ranks * self.stages > 1 else ""
         title = (
             f"{self.model.rstrip('/').rsplit('/', 1)[-1]} ({_layers(shape)},"
             f" {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}{on}):"
@@ -63,6 +65,7 @@ class Answer:
             console,
             estimated=self.estimated is not None,
             bounded=self.settings.decode_budget is not None,
+            stages=self.stages,
         )
         for line in (self.defaulted, self.estimated and estimate_line(self.estimated)):
             if line:
@@ -100,6 +103,7 @@ def ask(
     block_size: int | None,
     dtype: str,
     ranks: int,
+    stages: int = 1,
     longest: int | None,
     requests: int | None,
     device: str,
@@ -112,6 +116,7 @@ def ask(
 
     Args:
         memory_gib: the KV cache of one GPU; `gpu_gib`, its whole memory, gives an estimate of it.
+        ranks: tensor-parallel size. `stages`: pipeline-parallel size.
         requests: requests at once; None takes vLLM's default for the device.
 
     Raises:
@@ -146,10 +151,11 @@ def ask(
             f"--max-model-len must hold --len and --max-tokens, {length + output} tokens; got"
             f" {longest}"
         )
-    defaults = defaults_for(device, gpu_gib, ranks)
+    defaults = defaults_for(device, gpu_gib, ranks * stages)
     sizes = sizes_on_rank(
         shape,
         ranks=ranks,
+        stages=stages,
         longest=longest or length + output,
         block_size=block_size or _BLOCK[device],
         max_requests=requests or defaults.max_num_seqs,
@@ -165,6 +171,7 @@ def ask(
             gpu_gib=gpu_gib,
             utilization=utilization,
             ranks=ranks,
+            stages=stages,
             max_num_seqs=sizes.max_requests,
             batched_tokens=defaults.batched_tokens,
         )
@@ -177,6 +184,7 @@ def ask(
         shape=shape,
         settings=checked,
         ranks=ranks,
+        stages=stages,
         forecast=result,
         defaulted=default_line(device, gpu_gib, defaults) if requests is None else None,
         estimated=estimated,

@@ -14,12 +14,14 @@ def show_forecast(
     *,
     estimated: bool = False,
     bounded: bool = False,
+    stages: int = 1,
 ) -> None:
     """Print what a request takes off and compressed, and how many fit.
 
     Args:
         estimated: the pool's size is an estimate.
         bounded: an answer is packed again as it grows, so it may hold most before its end.
+        stages: of the pipeline; the figures are of one.
     """
     block, load = forecast.block_bytes, forecast.load
     console.print(title, style="bold", highlight=False)
@@ -48,11 +50,13 @@ def show_forecast(
         table.add_section()
         _add_pool(table, forecast.pool_off, forecast.pool_on, " (estimated)" if estimated else "")
     console.print(table)
-    for line in _notes(forecast):
+    for line in _notes(forecast, stages):
         console.print(line, highlight=False)
 
 
-def _layers(forecast: Forecast) -> str:
+def _layers(forecast: Forecast, stages: int) -> str:
+    if stages > 1:
+        return f"all layers of a stage, of which there are {stages}"
     own = forecast.group
     return "all layers" if own is None else f"{own} layers; windows have blocks of their own"
 
@@ -68,12 +72,12 @@ def _add_pool(table: Table, off: Concurrency, on: Concurrency, mark: str) -> Non
         table.add_row(name, f"{before:,}", f"{after:,}", factor)
 
 
-def _notes(forecast: Forecast) -> list[str]:
+def _notes(forecast: Forecast, stages: int) -> list[str]:
     notes = []
     if forecast.left_whole is not None:
         notes.append(f"This prompt is left whole: {forecast.left_whole}.")
     notes.append(
-        f"A block is {forecast.block_size} tokens in {_layers(forecast)},"
+        f"A block is {forecast.block_size} tokens in {_layers(forecast, stages)},"
         f" {size(forecast.block_bytes)} per GPU."
         " Requests that share a prompt's start hold less."
     )
