@@ -259,18 +259,22 @@ def stored_in(traits: Traits) -> str:
     return traits.cache if traits.cache != "auto" else traits.declared_cache or "auto"
 
 
+def plain_cache(traits: Traits) -> str:
+    """The flags that store keys and values in the model's own dtype."""
+    if traits.declared_cache is None:
+        return "--kv-cache-dtype auto"
+    if traits.dtype == "float32":
+        # The flag cannot name float32.
+        return "--dtype bfloat16 --kv-cache-dtype bfloat16"
+    return f"--kv-cache-dtype {traits.dtype}"
+
+
 def _quantised(traits: Traits) -> str | None:
     """Why the KV cache's dtype cannot be, and the flags that mend it."""
     stored = stored_in(traits)
     if stored in ("auto", traits.dtype) or stored in FLOAT8_CACHES:
         return None
-    if traits.declared_cache is None:
-        cure = "--kv-cache-dtype auto"
-    elif traits.dtype == "float32":
-        # The flag cannot name float32.
-        cure = "--dtype bfloat16 --kv-cache-dtype bfloat16"
-    else:
-        cure = f"--kv-cache-dtype {traits.dtype}"
+    cure = plain_cache(traits)
     whose = f"got {stored}"
     if stored == traits.declared_cache:
         whose = f"this checkpoint declares {stored}"

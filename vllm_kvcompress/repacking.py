@@ -133,12 +133,12 @@ def why_not_in_pieces(settings: CompressionConfig, block_size: int | None) -> st
     return None
 
 
-def why_not_merged(settings: CompressionConfig, stored: str | None, dtype: str) -> str | None:
+def why_not_merged(settings: CompressionConfig, stored: str | None, cure: str) -> str | None:
     """Why what merges tokens cannot be asked for, in a sentence; None if nothing forbids it.
 
     Args:
         stored: what the KV cache holds, by vLLM's name; None for the model's own dtype.
-        dtype: that.
+        cure: the flags that set that.
     """
     if stored not in FLOAT8_CACHES:
         return None
@@ -146,8 +146,7 @@ def why_not_merged(settings: CompressionConfig, stored: str | None, dtype: str) 
         if method_of(variant).merge:
             return (
                 f"{variant.compress!r} merges tokens, which a KV cache in {stored} would have to"
-                " quantise anew; choose a method that does not merge, or set --kv-cache-dtype"
-                f" {dtype}"
+                f" quantise anew; choose a method that does not merge, or set {cure}"
             )
     return None
 

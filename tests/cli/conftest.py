@@ -72,14 +72,14 @@ class Typed:
 
 
 @pytest.fixture
-def typed(monkeypatch, capsys) -> Callable[..., Typed]:
+def typed(monkeypatch, capfd) -> Callable[..., Typed]:
     """Type ``kvcompress`` in this process: no new Python has to start."""
 
     def typing(*arguments: object) -> Typed:
         monkeypatch.setattr(sys, "argv", ["kvcompress", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         return Typed(int(ended.value.code or 0), captured.out, captured.err)
 
     return typing

@@ -191,9 +191,16 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
         (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
         (["TINY", "--len", 2000, "--kv-cache-dtype", "nvfp4"], "set --kv-cache-dtype auto"),
-        (
-            ["TINY", "--len", 2000, "--kv-cache-dtype", "fp8", "--kv-compress", "d2o"],
-            "merges tokens, which a KV cache in fp8 would",
+        *(
+            (
+                [
+                    *("TINY", "--len", 2000, "--kv-cache-dtype", "fp8", "--kv-compress", "d2o"),
+                    *("--dtype", dtype),
+                ],
+                "merges tokens, which a KV cache in fp8 would have to quantise anew; choose a"
+                " method that does not merge, or set --kv-cache-dtype auto",
+            )
+            for dtype in ("bfloat16", "float32")  # which --kv-cache-dtype cannot name
         ),
         (["TINY", "--len", 2000, "--gpu-memory", "1"], "leaves nothing for the KV cache; raise"),
         (["TINY", "--len", 2000, "--gpu-memory", "80", "--device", "cpu"], "give --kv-memory"),
@@ -258,6 +265,7 @@ def test_the_defaults_are_the_servers(device, gib, ranks, monkeypatch):
         get_device_name=lambda: "NVIDIA H100",
         is_tpu=lambda: False,
         is_cpu=lambda: device == "cpu",
+        is_device_capability=lambda capability: capability == (9, 0),
     )
     monkeypatch.setattr(arg_utils, "current_platform", platform)
     tokens_, requests = arg_utils.EngineArgs.get_batch_defaults(ranks)

@@ -77,6 +77,27 @@ def test_low_pressure_to_the_block(model, watched):
     assert watched("skipped") == {"low_pressure": 1}
 
 
+@pytest.mark.parametrize(("pressure", "compressed"), [(0.69, 1), (0.7, 0)])
+def test_the_pressure_of_windows_counts(pressure, compressed, checkpoints_folder):
+    """14 blocks of 417 tokens, and at most 18 of three groups with windows: 32 of 46."""
+    with engine(
+        make("gemma3", checkpoints_folder),
+        additional_config=settings("cake", 0.4, pressure=pressure),
+        blocks=1 + 46,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+    ) as llm:
+        free, most = llm.free_blocks, 0
+        llm.submit("r", tokens(417, seed=1), 20)
+        while llm.running() or not most:
+            llm.step()
+            most = max(most, free - llm.free_blocks)
+        assert llm.compressor.compressed == compressed
+        assert 14 < most <= 32
+
+
 def test_the_pressure_of_others_counts(model):
     prompt = tokens(6 * BLOCK, seed=4)
     with engine(

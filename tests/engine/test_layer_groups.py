@@ -6,12 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import settings as prop
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.layer_groups import FULL, WINDOWED, layer_groups, layer_types
+
+try:
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+except ImportError:  # since 0.33
+    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
 
 SHAPE = dict(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
 CAKE = CompressionConfig.parse({"compress": "cake"})

@@ -1,6 +1,6 @@
 """``kvcompress plan``: from what was typed to a forecast."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show
 from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.model_traits import plain_cache, traits_of
 from vllm_kvcompress.policies.presets import RECOMMENDED
 from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
 
@@ -143,7 +144,8 @@ def ask(
     shape = shape_of(
         config, dtype, cache_dtype=cache_dtype, disable_sliding_window=disable_sliding_window
     )
-    if (reason := why_not_merged(checked, shape.cache, shape.dtype)) is not None:
+    cure = plain_cache(replace(traits_of(config), dtype=shape.dtype, cache=cache_dtype))
+    if (reason := why_not_merged(checked, shape.cache, cure)) is not None:
         raise ConfigError(reason)
     load = Load(prompt=length, output=output)
     if longest is not None and longest < length + output:

@@ -1,5 +1,7 @@
 """Which layers of a model are compressed, as its configuration says before anything is built."""
 
+from dataclasses import dataclass
+
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 
@@ -30,10 +32,34 @@ def layers_together(config: VllmConfig) -> int:
     return len(stages_of(config)[0])
 
 
-def windowed_blocks(config: VllmConfig) -> int:
-    """Blocks that the windowed layers of one request take at most."""
-    return groups_of(config).windowed_blocks(
-        int(config.model_config.max_model_len),
-        int(config.max_in_flight_tokens),
-        int(config.cache_config.block_size),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """What the layers with a sliding window take of one request, at most.
+
+    Args:
+        groups: of the model's layers.
+        longest: tokens of the longest request.
+        in_flight: tokens that are computed at once.
+        block_size: tokens in a block.
+    """
+
+    groups: LayerGroups
+    longest: int
+    in_flight: int
+    block_size: int
+
+    def blocks(self, tokens: int | None = None) -> int:
+        """Blocks of a request of so many tokens, or of the longest one."""
+        return self.groups.windowed_blocks(
+            self.longest if tokens is None else tokens, self.in_flight, self.block_size
+        )
+
+
+def windows_of(config: VllmConfig) -> Windows:
+    """Those of this model."""
+    return Windows(
+        groups=groups_of(config),
+        longest=int(config.model_config.max_model_len),
+        in_flight=int(config.max_in_flight_tokens),
+        block_size=int(config.cache_config.block_size),
     )

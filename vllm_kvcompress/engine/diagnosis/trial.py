@@ -54,6 +54,8 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
     engine = _started(tell, config)
     try:
         require(tell, runner(engine, config))
+        # vLLM may have chosen it while it started
+        limits = dataclasses.replace(limits, block_size=config.cache_config.block_size)
         prompt = prompt_of(engine, config, limits, spec)
         plan = _plan(limits, len(prompt))
         try:

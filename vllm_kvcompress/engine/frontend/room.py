@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
-from vllm_kvcompress.engine.layers import layers_together, windowed_blocks
+from vllm_kvcompress.engine.layers import layers_together, windows_of
 from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.pieces import pieces_of
 
@@ -42,7 +42,7 @@ def check_room(
     if parallel.local_engines_only:
         engines = parallel.data_parallel_size_local
     # a null block in each engine's pool is nobody's
-    blocks = total // max(engines, 1) - 1 - windowed_blocks(config)
+    blocks = total // max(engines, 1) - 1 - windows_of(config).blocks()
     own = settings_for(settings, extra_args)
     layers = layers_together(config)
     pieces = None if own is None else pieces_of(own, layers, size, tokens)

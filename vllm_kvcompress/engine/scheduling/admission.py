@@ -12,6 +12,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.pieces import Pieces, pieces_of
@@ -68,7 +69,7 @@ class Admissions:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pool: vLLM's blocks; block 0 is the null block.
-        windowed: blocks that layers with a sliding window take of a request, at most.
+        windows: what layers with a sliding window take of a request; None where there are none.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Admissions:
         num_layers: int,
         block_size: int,
         pool: BlockPool,
-        windowed: int = 0,
+        windows: Windows | None = None,
     ) -> None:
-        self._windowed = windowed
+        self._windows = windows
         self._engine = settings if settings.active else None
         self._num_layers = num_layers
         self._block_size = block_size
@@ -116,7 +117,7 @@ class Admissions:
     @property
     def room(self) -> int:
         """Blocks that the compressed layers of one request can have."""
-        return self.pool_blocks - self._windowed
+        return self.pool_blocks - (self._windows.blocks() if self._windows else 0)
 
     def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""
@@ -127,6 +128,8 @@ class Admissions:
         total = self.pool_blocks
         used = total - self._pool.get_num_free_blocks()
         prompt = -(-tokens // self._block_size)
+        if self._windows is not None:
+            prompt += self._windows.blocks(tokens)
         return float((used + prompt) / max(total, 1))
 
     def _decide(self, request: Request) -> Decision:

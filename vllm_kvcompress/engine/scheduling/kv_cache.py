@@ -20,6 +20,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
@@ -65,7 +66,8 @@ class CompressedManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: _Spec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
-        self._num_layers, self._windowed = kv_cache_spec.num_compressed_layers, 0
+        self._num_layers = kv_cache_spec.num_compressed_layers
+        self._windows: Windows | None = None
         self.use(kv_cache_spec.settings)
         self.tally = Tally()
         # Of the request counted last: what fresh destination blocks would take beside the rest.
@@ -87,13 +89,13 @@ class CompressedManager(FullAttentionManager):
         """The engine's settings; benchmarks change them, while no request is there."""
         self.settings = settings
         self.planner = Planner(
-            settings, self._num_layers, self.block_size, self.block_pool, self._windowed
+            settings, self._num_layers, self.block_size, self.block_pool, self._windows
         )
         self.planner.follow(self._requests)
 
-    def leave(self, windowed: int) -> None:
-        """So many blocks of the pool are for the windowed layers of any request."""
-        self._windowed = windowed
+    def leave(self, windows: Windows) -> None:
+        """Some blocks of the pool are for the windowed layers of a request."""
+        self._windows = windows
         self.use(self.settings)
 
     def follow(self, requests: Mapping[str, Request]) -> None:

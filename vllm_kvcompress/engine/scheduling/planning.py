@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import SeamError
 from vllm_kvcompress.growth import Growth, most_blocks
@@ -31,7 +32,7 @@ class Planner:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pool: vLLM's blocks, for admissions that ask how many are in use.
-        windowed: blocks that layers with a sliding window take of a request, at most.
+        windows: what layers with a sliding window take of a request; None where there are none.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class Planner:
         num_layers: int,
         block_size: int,
         pool: BlockPool,
-        windowed: int = 0,
+        windows: Windows | None = None,
     ) -> None:
-        self.admissions = Admissions(settings, num_layers, block_size, pool, windowed)
+        self.admissions = Admissions(settings, num_layers, block_size, pool, windows)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests: Mapping[str, Request] | None = None

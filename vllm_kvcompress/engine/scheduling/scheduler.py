@@ -11,6 +11,7 @@ could be delivered: the engine stops there.
 from collections import deque
 from typing import Any
 
+import vllm.outputs
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,7 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_kvcompress.engine.layers import windowed_blocks
+from vllm_kvcompress.engine.layers import windows_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
@@ -36,8 +37,7 @@ class _Compressing:
         super().__init__(*args, **kwargs)
         self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
         self.compressed_manager = self.coordination.manager
-        windowed = windowed_blocks(self.vllm_config)  # type: ignore[attr-defined]
-        self.compressed_manager.leave(windowed)
+        self.compressed_manager.leave(windows_of(self.vllm_config))  # type: ignore[attr-defined]
         self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
         self.usage_notes = UsageNotes()
         # Plans that no report has acknowledged yet, in the order of their steps.
@@ -78,13 +78,21 @@ class _Compressing:
             return
         most, blocks = manager.planner.most_blocks(request), manager.planner.admissions.room
         if most > blocks:
-            logger.error(
-                "request %s is ended: its prompt of %d tokens takes %d KV blocks while it is"
-                " computed, and there are %d",
-                *(request.request_id, request.num_tokens, most, blocks),
+            reason = (
+                f"its prompt of {request.num_tokens} tokens takes {most} KV blocks while it is"
+                f" computed, and there are {blocks}"
             )
-            # the next step's outputs say so, as of one whose grammar is wrong
-            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+            logger.error("request %s is ended: %s", request.request_id, reason)
+            self._end(request.request_id, reason)
+
+    def _end(self, request_id: str, reason: str) -> None:
+        """Let the next step's outputs say that it failed, as of one whose grammar is wrong."""
+        errors: Any = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
+        if isinstance(errors, set):
+            errors.add(request_id)
+        else:  # since 0.33, which passes the reason on
+            error = vllm.outputs.RequestError(code="validation_error", message=reason)
+            errors[request_id] = error
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -12,7 +12,14 @@ from vllm.platforms import current_platform
 from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import FLOAT8_CACHES, Traits, stored_in, traits_of, unsupported
+from vllm_kvcompress.model_traits import (
+    FLOAT8_CACHES,
+    Traits,
+    plain_cache,
+    stored_in,
+    traits_of,
+    unsupported,
+)
 from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -147,9 +154,12 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
             f" --pipeline-parallel-size 1 and use --tensor-parallel-size, got {size}"
         )
     if len(set(counts)) > 1:
+        cure = f"set --pipeline-parallel-size to a divisor of {sum(counts)}"
+        if sum(counts) % size == 0:
+            cure = "unset VLLM_PP_LAYER_PARTITION"
         return (
-            "every pipeline stage must hold as many layers, since all take the same blocks; set"
-            f" --pipeline-parallel-size to a divisor of {sum(counts)}, got {size} with {counts}"
+            "every pipeline stage must hold as many layers, since all take the same blocks;"
+            f" {cure}, got {size} with {counts}"
         )
     if config.speculative_config is not None:
         return "drafts over pipeline stages are not tested; remove --speculative-config"
@@ -296,7 +306,7 @@ def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
     stored = stored_in(traits)
     if stored not in FLOAT8_CACHES:
         return None
-    if reason := why_not_merged(settings, stored, traits.dtype):
+    if reason := why_not_merged(settings, stored, plain_cache(traits)):
         return reason
     if skipped := list(getattr(cache, "kv_cache_dtype_skip_layers", ())):
         return (
