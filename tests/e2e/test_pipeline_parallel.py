@@ -8,8 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -41,6 +42,28 @@ def starting(self, kv_cache_config):
 module.CPUWorker.initialize_from_config = starting
 """
 BUFFERS = broken("vllm.v1.worker.cpu_worker", f"exec({_BUFFERS!r}, {{'module': module}})")
+# Model Runner V2, which makes that buffer itself, in Triton's interpreter, and async scheduling,
+# which vLLM switches off on a CPU.
+_ASYNC = """
+check = module.CpuPlatform.check_and_update_config
+def keeping(config):
+    asked = config.scheduler_config.async_scheduling
+    check(config)
+    config.scheduler_config.async_scheduling = asked
+module.CpuPlatform.check_and_update_config = staticmethod(keeping)
+"""
+_DRIVER = """
+from types import SimpleNamespace
+import triton.backends
+driver = type("Driver", (), {"is_active": staticmethod(lambda: True)})
+triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
+"""
+ON_V2 = (
+    _DRIVER
+    + broken("vllm.platforms.cpu", f"exec({_ASYNC!r}, {{'module': module}})")
+    + broken("vllm.v1.sample.ops.topk_topp_sampler", "module.HAS_TRITON = False")
+)
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 # An earlier stage raises where nobody hears: vLLM asks the last one alone.
 FIRST_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
@@ -74,11 +97,12 @@ SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, settings, rounds, prompts, stages, ranks = json.loads(sys.argv[1])
+    model, settings, rounds, prompts, stages, ranks, more = json.loads(sys.argv[1])
     llm = LLM(
         model, pipeline_parallel_size=stages, tensor_parallel_size=ranks, skip_tokenizer_init=True,
         enforce_eager=True, dtype="float32", max_model_len=2048, block_size=32,
         additional_config=settings, num_gpu_blocks_override=129, distributed_executor_backend="mp",
+        **more,
     )
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
@@ -102,17 +126,23 @@ def model(tmp_path_factory):
 
 
 def start(
-    model: str, rounds: Sequence[tuple[str, int]], stages: int, ranks: int, site: str = ""
+    model: str,
+    rounds: Sequence[tuple[str, int]],
+    stages: int,
+    ranks: int,
+    site: str = BUFFERS,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **more: object,
 ) -> Done:
     """Run the script: one engine of so many stages of so many ranks."""
     folder = Path(model).with_name(f"{stages}-{ranks}-{len(site)}")
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
-    (folder / "sitecustomize.py").write_text(BUFFERS + site)
+    (folder / "sitecustomize.py").write_text(site)
     asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}, rounds, PROMPTS]
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, str(folder / "script.py"), json.dumps([*asked, stages, ranks])],
+        [sys.executable, str(folder / "script.py"), json.dumps([*asked, stages, ranks, more])],
         capture_output=True,
         text=True,
         timeout=600,
@@ -120,6 +150,7 @@ def start(
         cwd=folder,
         env={
             **os.environ,
+            **environment,
             "PYTHONPATH": path,
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -230,9 +261,21 @@ def test_two_stages_of_two_ranks_answer_so_too(model, on_one):
         assert kept[0]["layer_tokens"] == [128] * 4
 
 
+def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):
+    """What CUDA runs, steps that overlap included: vLLM's own runner, in Triton's interpreter."""
+    rounds = [("snapkv", 12), ("tova", 12), ("h2o", 12), ("snapkv", LONG)]
+    done = start(model, rounds, 2, 1, ON_V2, V2, async_scheduling=True)
+    for (method, new), (answers, kept) in zip(rounds, told(done), strict=True):
+        assert answers[ALIKE] == on_one[method, new][ALIKE]
+        assert kept[0]["layer_tokens"] == [128] * 4
+    log = done.stdout + done.stderr
+    assert "Using V2 Model Runner" in log
+    assert "CompressingAsyncScheduler" in log
+
+
 def test_a_stage_that_cannot_pack_ends_the_engine(model, on_one):
     """It must not go on: its blocks are free, and the last stage knows of nothing."""
-    done = start(model, [("snapkv", 12), ("cake", 12)], 2, 1, FIRST_FAILS)
+    done = start(model, [("snapkv", 12), ("cake", 12)], 2, 1, BUFFERS + FIRST_FAILS)
     assert done.returncode != 0
     lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
     assert len(lines) == 1
