@@ -273,6 +273,17 @@ def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):
     assert "CompressingAsyncScheduler" in log
 
 
+def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
+    """One stage: each rank has the sinks of its own heads, and a pool that both groups share."""
+    model = make("gpt-oss", tmp_path_factory.mktemp("windows"))
+    rounds = [("snapkv", 12), ("h2o", 12), ("off", 12), ("snapkv", LONG)]
+    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
+        for (method, new), (answers, _) in zip(
+            rounds, told(start(model, rounds, 1, 2)), strict=True
+        ):
+            assert answers == llm.generate(PROMPTS, new, extra_args={"kv_compress": method})
+
+
 def test_a_stage_that_cannot_pack_ends_the_engine(model, on_one):
     """It must not go on: its blocks are free, and the last stage knows of nothing."""
     done = start(model, [("snapkv", 12), ("cake", 12)], 2, 1, BUFFERS + FIRST_FAILS)

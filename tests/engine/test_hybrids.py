@@ -88,7 +88,7 @@ def test_vllm_groups_the_layers_as_we_count_them(name, checkpoints_folder):
     """Blocks, their bytes, and what a request takes of the windowed groups at most."""
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
-    from vllm_kvcompress.engine.layers import windowed_blocks
+    from vllm_kvcompress.engine.layers import windows_of
     from vllm_kvcompress.engine.worker.footprint import sizes_of
 
     with engine(
@@ -120,7 +120,8 @@ def test_vllm_groups_the_layers_as_we_count_them(name, checkpoints_folder):
             held = [len([b for b in each.req_to_blocks.get(r.request_id, ()) if not b.is_null])
                     for r in llm.running() for each in windows]  # fmt: skip
             most = max(most, sum(held))
-        assert windowed_blocks(config) - len(windows) <= most <= windowed_blocks(config)
+        ours = windows_of(config).blocks()
+        assert ours - len(windows) <= most <= ours
         spare = len(windows)  # a window's first block need not be the one that it begins in
         # in the step that packs, a window still has what its last chunk needed
         assert planned.on.decoding - spare <= decoding[1] <= planned.on.decoding
