@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,11 @@ def prepare_model_runner() -> None:
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
     sampler.HAS_TRITON = False  # that kernel does not interpret; torch does the same
+
+
+def v2_drafts() -> bool:
+    """Whether this vLLM's Model Runner V2 drafts out of the prompt: since 0.32."""
+    return find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 
 
 def leave_async_scheduling(monkeypatch: Any) -> None:

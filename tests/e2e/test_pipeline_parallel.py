@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
+import engines
 from broken_sites import broken
 from checkpoints import make, tokens
 from configuring import configure
@@ -42,28 +43,6 @@ def starting(self, kv_cache_config):
 module.CPUWorker.initialize_from_config = starting
 """
 BUFFERS = broken("vllm.v1.worker.cpu_worker", f"exec({_BUFFERS!r}, {{'module': module}})")
-# Model Runner V2, which makes that buffer itself, in Triton's interpreter, and async scheduling,
-# which vLLM switches off on a CPU.
-_ASYNC = """
-check = module.CpuPlatform.check_and_update_config
-def keeping(config):
-    asked = config.scheduler_config.async_scheduling
-    check(config)
-    config.scheduler_config.async_scheduling = asked
-module.CpuPlatform.check_and_update_config = staticmethod(keeping)
-"""
-_DRIVER = """
-from types import SimpleNamespace
-import triton.backends
-driver = type("Driver", (), {"is_active": staticmethod(lambda: True)})
-triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
-"""
-ON_V2 = (
-    _DRIVER
-    + broken("vllm.platforms.cpu", f"exec({_ASYNC!r}, {{'module': module}})")
-    + broken("vllm.v1.sample.ops.topk_topp_sampler", "module.HAS_TRITON = False")
-)
-V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 # An earlier stage raises where nobody hears: vLLM asks the last one alone.
 FIRST_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
@@ -95,9 +74,13 @@ ROUNDS = [
 ]
 SCRIPT = """
 import json, sys
+import pytest
+from engines import leave_async_scheduling, prepare_model_runner
+prepare_model_runner()  # in each worker too, which imports this
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, settings, rounds, prompts, stages, ranks, more = json.loads(sys.argv[1])
+    leave_async_scheduling(pytest.MonkeyPatch())
     llm = LLM(
         model, pipeline_parallel_size=stages, tensor_parallel_size=ranks, skip_tokenizer_init=True,
         enforce_eager=True, dtype="float32", max_model_len=2048, block_size=32,
@@ -140,7 +123,8 @@ def start(
     (folder / "script.py").write_text(SCRIPT)
     (folder / "sitecustomize.py").write_text(site)
     asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}, rounds, PROMPTS]
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    here = str(Path(engines.__file__).parent)
+    path = os.pathsep.join(filter(None, [str(folder), here, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, str(folder / "script.py"), json.dumps([*asked, stages, ranks, more])],
         capture_output=True,
@@ -153,7 +137,6 @@ def start(
             **environment,
             "PYTHONPATH": path,
             "VLLM_LOGGING_LEVEL": "INFO",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         },
     )
 
@@ -264,7 +247,7 @@ def test_two_stages_of_two_ranks_answer_so_too(model, on_one):
 def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):
     """What CUDA runs, steps that overlap included: vLLM's own runner, in Triton's interpreter."""
     rounds = [("snapkv", 12), ("tova", 12), ("h2o", 12), ("snapkv", LONG)]
-    done = start(model, rounds, 2, 1, ON_V2, V2, async_scheduling=True)
+    done = start(model, rounds, 2, 1, "", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, async_scheduling=True)
     for (method, new), (answers, kept) in zip(rounds, told(done), strict=True):
         assert answers[ALIKE] == on_one[method, new][ALIKE]
         assert kept[0]["layer_tokens"] == [128] * 4

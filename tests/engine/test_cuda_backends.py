@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from checkpoints import make, tokens
-from drafting import on_v2
-from engines import V2, engine, settings
+from engines import V2, engine, settings, v2_drafts
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,7 +107,7 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
     assert graphs.padded
 
 
-@pytest.mark.skipif(not on_v2(), reason="this vLLM's Model Runner V2 does not draft")
+@pytest.mark.skipif(not v2_drafts(), reason="this vLLM's Model Runner V2 does not draft")
 def test_trap_08_a_prompt_that_ends_with_rows_for_drafts_is_seen(
     start, monkeypatch, checkpoints_folder
 ):

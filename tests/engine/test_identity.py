@@ -2,12 +2,12 @@
 
 import pytest
 
-from checkpoints import SHAPES, make, tokens
+from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import V2, engine, settings
 
 LENGTHS = (300, 129, 640, 31, 1) if V2 else (700, 333, 90, 1500, 128, 127, 1)
 PROMPTS = [tokens(n, seed=n) for n in LENGTHS]
-SOME = ["llama-gqa"] if V2 else list(SHAPES)
+SOME = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS]
 # every method on one checkpoint, two methods on all
 CASES = [("llama-gqa", method) for method in ("snapkv", "pyramidkv", "streamingllm", "cake")]
 CASES += [

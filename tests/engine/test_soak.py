@@ -62,8 +62,8 @@ class Load:
         return [x for x in asks if self.cache == "auto" or not merging <= (x or {}).items()]
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What the engine allows."""
+    def allowed(self) -> dict[str, Any]:
+        """The engine's settings."""
         if self.bounded:
             return BOUNDED
         return FREE if self.cache == "auto" else settings("cake", 0.3, allow_override=UNMERGED)
@@ -200,7 +200,7 @@ def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], se
 def test_soak(name, checkpoints_folder, keep_async_scheduling):
     load = LOADS[name]
     model = make(load.model, checkpoints_folder)
-    chosen = load.settings
+    chosen = load.allowed
     config = CompressionConfig.parse(chosen["kvcompress"])
     options = dict(
         additional_config=chosen,

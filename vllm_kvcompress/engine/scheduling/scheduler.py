@@ -83,9 +83,9 @@ class _Compressing:
                 f" computed, and there are {blocks}"
             )
             logger.error("request %s is ended: %s", request.request_id, reason)
-            self._end(request.request_id, reason)
+            self._end_with_error(request.request_id, reason)
 
-    def _end(self, request_id: str, reason: str) -> None:
+    def _end_with_error(self, request_id: str, reason: str) -> None:
         """Let the next step's outputs say that it failed, as of one whose grammar is wrong."""
         errors: Any = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
         if isinstance(errors, set):
