@@ -173,7 +173,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
 def main() -> None:
     args = parse_args()
     in_this_process(cache_gib=2)
-    from vllm_kvcompress.demo.text import english
+    from vllm_kvcompress.serving.text import english
 
     contenders = {name: contender(name, args) for name in (FULL, *args.methods)}
     full = contenders[FULL]

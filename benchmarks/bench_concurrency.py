@@ -21,8 +21,8 @@ import httpx
 from origin import commit, machine
 from transformers import AutoTokenizer
 
-from vllm_kvcompress.demo.server import Server, serve
-from vllm_kvcompress.demo.text import english
+from vllm_kvcompress.serving.process import Server, serve
+from vllm_kvcompress.serving.text import english
 
 
 def parse_args() -> argparse.Namespace:

@@ -127,7 +127,7 @@ def contender(budget: float | None, drafts: bool, args: argparse.Namespace) -> C
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    from vllm_kvcompress.demo.text import english
+    from vllm_kvcompress.serving.text import english
 
     every = tokenizer.encode(english(), add_special_tokens=False)
     asked = "\n\nWrite the text above out again, word for word:\n\n"

@@ -74,7 +74,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
     """An engine that has been given its prompts and has computed nothing yet."""
     from vllm import LLM, SamplingParams
 
-    from vllm_kvcompress.demo.text import english
+    from vllm_kvcompress.serving.text import english
 
     settings = {"compress": args.method, "budget": args.budget}
     if name in ("idle", "ready"):

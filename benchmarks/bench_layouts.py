@@ -46,10 +46,10 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
     import torch
     from vllm import _custom_ops as ops
 
-    from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.engine.compression.compressor import PromptCompressor
     from vllm_kvcompress.engine.pages.layouts import find_layout
     from vllm_kvcompress.engine.pages.pool import PagePool
+    from vllm_kvcompress.settings.config import CompressionConfig
 
     heads, kv_heads = args.heads
     blocks = -(-args.prompt // args.block)
@@ -96,12 +96,12 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
 def finished(budget: float, args: argparse.Namespace) -> Any:
     import torch
 
-    from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.engine.compression.packer import Finished
     from vllm_kvcompress.engine.messages.step import Compression
+    from vllm_kvcompress.methods.base import Reads
+    from vllm_kvcompress.methods.page_plan import page_plan
     from vllm_kvcompress.pipeline import method_of
-    from vllm_kvcompress.plan import page_plan
-    from vllm_kvcompress.policies.base import Reads
+    from vllm_kvcompress.settings.config import CompressionConfig
 
     settings = CompressionConfig.parse({"compress": args.method, "budget": budget})
     plan = page_plan(settings.prompt(args.layers, args.prompt), args.block)

@@ -86,8 +86,8 @@ class Timed:
 def main() -> None:
     args = parse_args()
     in_this_process(cache_gib=2)
-    from vllm_kvcompress.demo.text import english
-    from vllm_kvcompress.policies.presets import PRESETS
+    from vllm_kvcompress.methods.presets import PRESETS
+    from vllm_kvcompress.serving.text import english
 
     engine = Timed(args)
     ids = engine.llm.get_tokenizer().encode(english()[: args.prompt * 8])[: args.prompt]

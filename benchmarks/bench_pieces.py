@@ -85,8 +85,8 @@ def contender(piece: int | str, args: argparse.Namespace) -> Contender:
     from transformers import AutoConfig
     from vllm import LLM
 
-    from vllm_kvcompress.config import CompressionConfig
     from vllm_kvcompress.pieces import standing_blocks
+    from vllm_kvcompress.settings.config import CompressionConfig
 
     own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
     if isinstance(piece, int):

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from vllm_kvcompress.demo.__main__ import common, compression, parse_args
 from vllm_kvcompress.demo.questions import QUESTIONS, TIMES, Asked, prompt, surest
-from vllm_kvcompress.demo.server import Server, serve
+from vllm_kvcompress.serving.process import Server, serve
 
 TOKENS = 48  # of an answer, at most
 

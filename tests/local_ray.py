@@ -14,7 +14,7 @@ from pathlib import Path
 from broken_sites import broken
 from idling import wait_for
 from tools import missing
-from vllm_kvcompress.demo.server import free_port
+from vllm_kvcompress.serving.process import free_port
 
 # vLLM asks its platform what Ray calls the device, and a CPU has no name there. So Ray counts a
 # device that is not there; vLLM's CPU workers do not ask for it.

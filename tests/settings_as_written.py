@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def parse(compress="cake", **more):

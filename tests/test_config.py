@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from settings_as_written import parse, refused
-from vllm_kvcompress.config import MAX_WINDOW, CompressionConfig, parse_budget
 from vllm_kvcompress.errors import ConfigError, KVCompressError
-from vllm_kvcompress.plan import Prompt
-from vllm_kvcompress.policies.presets import METHODS, PRESETS
+from vllm_kvcompress.methods.presets import METHODS, PRESETS
+from vllm_kvcompress.methods.prompt import Prompt
+from vllm_kvcompress.settings.config import MAX_WINDOW, CompressionConfig, parse_budget
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 
 from settings_as_written import parse, refused
-from vllm_kvcompress.config import MAX_WINDOW, CompressionConfig
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.overrides import settings_for
-from vllm_kvcompress.policies.scorers import SCORERS
+from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.settings.config import MAX_WINDOW, CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 NAN, INF = math.nan, math.inf

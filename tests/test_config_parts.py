@@ -5,24 +5,24 @@ import math
 import pytest
 
 from settings_as_written import parse, refused
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.policies.allocators.cake import Cake
-from vllm_kvcompress.policies.allocators.d2o import D2O
-from vllm_kvcompress.policies.allocators.dynamickv import DynamicKV
-from vllm_kvcompress.policies.allocators.highest import Global
-from vllm_kvcompress.policies.allocators.pyramid import Pyramid
-from vllm_kvcompress.policies.allocators.uniform import Uniform
-from vllm_kvcompress.policies.presets import METHODS, PRESETS, Preset
-from vllm_kvcompress.policies.scorers.accumulated import H2O
-from vllm_kvcompress.policies.scorers.cake import CakeIndicator
-from vllm_kvcompress.policies.scorers.caote import Caote, FastCaote
-from vllm_kvcompress.policies.scorers.chance import Random
-from vllm_kvcompress.policies.scorers.keydiff import KeyDiff
-from vllm_kvcompress.policies.scorers.lagkv import LagKV
-from vllm_kvcompress.policies.scorers.position import StreamingLLM
-from vllm_kvcompress.policies.scorers.tova import Tova
-from vllm_kvcompress.policies.scorers.window import SnapKV
-from vllm_kvcompress.policies.selectors import Chunks, HeavyRecent, TopK
+from vllm_kvcompress.methods.allocators.cake import Cake
+from vllm_kvcompress.methods.allocators.d2o import D2O
+from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.methods.allocators.highest import Global
+from vllm_kvcompress.methods.allocators.pyramid import Pyramid
+from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.presets import METHODS, PRESETS, Preset
+from vllm_kvcompress.methods.scorers.accumulated import H2O
+from vllm_kvcompress.methods.scorers.cake import CakeIndicator
+from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.methods.scorers.chance import Random
+from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
+from vllm_kvcompress.methods.scorers.lagkv import LagKV
+from vllm_kvcompress.methods.scorers.position import StreamingLLM
+from vllm_kvcompress.methods.scorers.tova import Tova
+from vllm_kvcompress.methods.scorers.window import SnapKV
+from vllm_kvcompress.methods.selectors import Chunks, HeavyRecent, TopK
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @pytest.mark.parametrize(

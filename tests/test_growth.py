@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import Growth, most_blocks
+from vllm_kvcompress.settings.config import CompressionConfig
 
 prop = settings(derandomize=True, deadline=None, max_examples=150)
 

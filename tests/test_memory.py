@@ -4,11 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, table_bytes, table_columns
-from vllm_kvcompress.overrides import settings_for
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.planning.memory import (
+    Sizes,
+    bytes_beside,
+    extra_bytes,
+    table_bytes,
+    table_columns,
+)
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 SIZES = Sizes(
     layers=4, heads=8, kv_heads=2, head_dim=64, itemsize=2, longest=4099, block_size=16,

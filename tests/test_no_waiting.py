@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from kvcompress_kernels import contract
-from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budgets import apportion, round_to_pages
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.prompt import Columns, PagedKeys, PagedValues, Prompt
+from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
+from vllm_kvcompress.methods.scorers.lagkv import LagKV
 from vllm_kvcompress.pipeline import Observed, method_of
-from vllm_kvcompress.plan import Columns, PagedKeys, PagedValues, Prompt, page_plan
-from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.budgets import apportion, round_to_pages
-from vllm_kvcompress.policies.presets import PRESETS
-from vllm_kvcompress.policies.scorers.keydiff import KeyDiff
-from vllm_kvcompress.policies.scorers.lagkv import LagKV
+from vllm_kvcompress.settings.config import CompressionConfig
 from waits import nothing_uploaded_or_read
 
 LAYERS, HEADS, KV_HEADS = 9, 4, 2

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import methods_reference as ref
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.plan import page_plan
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.settings.config import CompressionConfig
 
 prop = settings(derandomize=True, deadline=None, max_examples=40)
 

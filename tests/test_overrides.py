@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.overrides import how_to_ask, settings_for
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import how_to_ask, settings_for
 
 OPEN = CompressionConfig.parse(
     {"compress": "cake", "budget": 0.2, "min_prompt": 300, "pressure": 0.4, "min_output": 9}

@@ -4,12 +4,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress import pipeline
-from vllm_kvcompress.plan import Columns, LayerStats, PagePlan, Prompt, page_plan
-from vllm_kvcompress.policies.allocators.cake import Cake
-from vllm_kvcompress.policies.allocators.pyramid import Pyramid
-from vllm_kvcompress.policies.allocators.uniform import Uniform
-from vllm_kvcompress.policies.scorers.position import StreamingLLM
-from vllm_kvcompress.policies.selectors import TopK
+from vllm_kvcompress.methods.allocators.cake import Cake
+from vllm_kvcompress.methods.allocators.pyramid import Pyramid
+from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.prompt import Columns, LayerStats, Prompt
+from vllm_kvcompress.methods.scorers.position import StreamingLLM
+from vllm_kvcompress.methods.selectors import TopK
 
 prop = settings(derandomize=True, deadline=None, max_examples=60)
 

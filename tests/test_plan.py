@@ -7,7 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.plan import PagePlan, Prompt, page_plan
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.prompt import Prompt
 
 prop = settings(derandomize=True, deadline=None, max_examples=120)
 

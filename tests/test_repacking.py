@@ -5,13 +5,14 @@ import pytest
 import torch
 
 import methods_reference as ref
-from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.methods.allocators.pyramid import Pyramid
+from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.pipeline import layer_pages, method_of
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.policies.allocators.pyramid import Pyramid
-from vllm_kvcompress.policies.allocators.uniform import Uniform
-from vllm_kvcompress.policies.presets import PRESETS
-from vllm_kvcompress.repacking import Rows, attention_paid, kept_slots, observe_rows, obstacle
+from vllm_kvcompress.planning.obstacles import obstacle
+from vllm_kvcompress.repacking import Rows, attention_paid, kept_slots, observe_rows
+from vllm_kvcompress.settings.config import CompressionConfig
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 SCALE = DIM**-0.5

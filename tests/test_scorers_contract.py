@@ -6,12 +6,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.scorers import SCORERS
+from vllm_kvcompress.settings.config import CompressionConfig
 
 LAYERS, HEADS, KV_HEADS, TOKENS, DIM, WINDOW = 2, 4, 2, 60, 8, 5
 SHOWN = {

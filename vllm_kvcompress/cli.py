@@ -307,7 +307,7 @@ def health(
 ) -> None:
     """One sentence and status 0 or 1, for a container's health check. Needs no vLLM."""
     from vllm_kvcompress.commands.health import health as ask
-    from vllm_kvcompress.exposition import Host
+    from vllm_kvcompress.serving.exposition import Host
 
     ok, sentence = ask(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
     typer.echo(sentence)

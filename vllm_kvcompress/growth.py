@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,10 +16,10 @@ import torch
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import window_scores
-from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
-from vllm_kvcompress.plan import PagePlan, page_plan
-from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.settings.config import CompressionConfig
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

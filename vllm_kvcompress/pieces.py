@@ -8,10 +8,10 @@ what it holds never exceeds that and one piece (CAOTE section 2 evicts so, in bl
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.overrides import largest_budgets
-from vllm_kvcompress.plan import PagePlan, pages_kept
+from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import largest_budgets
 
 
 @dataclass(slots=True, kw_only=True)

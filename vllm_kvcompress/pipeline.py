@@ -13,13 +13,14 @@ import torch
 from torch.nn.functional import pad
 
 from kvcompress_kernels.window_scores import WindowScores
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.plan import Columns, LayerStats, PagedKeys, PagedValues, PagePlan
-from vllm_kvcompress.policies.base import Allocator, Reads, Scorer, Selector
-from vllm_kvcompress.policies.budgets import apportion, round_to_pages
-from vllm_kvcompress.policies.presets import Merge
-from vllm_kvcompress.policies.scorers.accumulated import column_means
+from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector
+from vllm_kvcompress.methods.budgets import apportion, round_to_pages
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.presets import Merge
+from vllm_kvcompress.methods.prompt import Columns, LayerStats, PagedKeys, PagedValues
+from vllm_kvcompress.methods.scorers.accumulated import column_means
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ import torch
 from benchmarks.evidence.reader import Prompt, Rows
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores
-from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
-from vllm_kvcompress.plan import PagePlan, page_plan
-from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.settings.config import CompressionConfig
 
 BLOCK = 16
 """Tokens of a page: vLLM's block on a GPU."""

@@ -4,7 +4,7 @@ import random
 import re
 
 from vllm_kvcompress.compare.tasks import CountTokens, Item
-from vllm_kvcompress.demo.text import english
+from vllm_kvcompress.serving.text import english
 
 TASK = "texts"
 NEXT_TOKENS = 32

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvcompress.policies.presets import RECOMMENDED
+from vllm_kvcompress.methods.presets import RECOMMENDED
 
 _RECOMMENDED: Mapping[str, Any] = {
     "compress": "custom",

@@ -133,7 +133,7 @@ class Engine:
 
     def configure(self, settings: dict[str, Any]) -> None:
         """From now on new requests are compressed by `settings`."""
-        from vllm_kvcompress.config import CompressionConfig
+        from vllm_kvcompress.settings.config import CompressionConfig
 
         self._manager.use(CompressionConfig.parse(settings))
 

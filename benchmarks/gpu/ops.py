@@ -43,7 +43,7 @@ from kvcompress_kernels.value_scores import reference as value_scores_reference
 from kvcompress_kernels.value_scores import value_scores
 from kvcompress_kernels.window_scores import reference as window_scores_reference
 from kvcompress_kernels.window_scores import window_scores_of_layers
-from vllm_kvcompress.memory import layers_at_once
+from vllm_kvcompress.planning.memory import layers_at_once
 
 CHUNK = 10  # tokens of ChunkKV's chunks
 RTOL, ATOL = 1e-4, 1e-6  # of floats against the reference, as in the kernels' tests

@@ -34,8 +34,8 @@ from benchmarks.peers.decoding import (
     stop_tokens,
 )
 from vllm_kvcompress.compare.tasks import build_items
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.policies.presets import PRESETS
 
 SHORTEST, LONGEST = 1000, 2000  # tokens of a prompt
 TASK = "niah-multikey-1"

@@ -15,8 +15,8 @@ from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.policies.presets import PRESETS
 
 IDS = tokens(333, seed=8)
 NEW = 8

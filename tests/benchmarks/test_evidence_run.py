@@ -11,8 +11,8 @@ from benchmarks.evidence.cells import read
 from benchmarks.evidence.texts import text_items
 from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
 from checkpoints import talking
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @pytest.fixture(scope="module")

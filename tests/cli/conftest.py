@@ -14,9 +14,9 @@ import pytest
 
 from checkpoints import make
 from engines import spare_repetitions
-from vllm_kvcompress.checks import Check, Report
 from vllm_kvcompress.cli import main
-from vllm_kvcompress.commands import child
+from vllm_kvcompress.doctor import child
+from vllm_kvcompress.doctor.checks import Check, Report
 
 COMMAND = str(Path(sys.executable).with_name("kvcompress"))
 Run = Callable[..., subprocess.CompletedProcess[str]]

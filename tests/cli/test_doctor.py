@@ -10,11 +10,11 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from broken_sites import WITHOUT_VLLM, broken, without
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.scheduling.planning import Planner
-from vllm_kvcompress.plan import page_plan
-from vllm_kvcompress.policies.presets import RECOMMENDED
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -126,8 +126,8 @@ def test_the_text_has_a_line_per_layer_with_the_same_tokens(explained):
 
     from rich.console import Console
 
-    from vllm_kvcompress.commands.kept_text import show_kept
-    from vllm_kvcompress.kept import KeptMap
+    from vllm_kvcompress.doctor.kept import KeptMap
+    from vllm_kvcompress.doctor.kept_text import show_kept
 
     kept = KeptMap.from_json(json.loads(explained[0].stdout)["kept"])
     out = io.StringIO()

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from loopback import exported, server
-from vllm_kvcompress.exposition import Metrics
+from vllm_kvcompress.serving.exposition import Metrics
 
 
 def pages(metrics: str, health: int = 200, metrics_status: int = 200):

@@ -14,7 +14,7 @@ from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
-from vllm_kvcompress.model_traits import traits_of
+from vllm_kvcompress.planning.model_traits import traits_of
 
 HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
 

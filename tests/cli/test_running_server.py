@@ -5,7 +5,7 @@ import json
 import pytest
 
 from loopback import exported, server
-from vllm_kvcompress.demo.server import serve
+from vllm_kvcompress.serving.process import serve
 
 FLAGS = ["--enforce-eager", "--max-model-len", "4096", "--num-gpu-blocks-override", "65"]
 COMPRESSED = [
@@ -146,7 +146,7 @@ def on(planned: int, done: int, **more) -> str:
     ids=["well", "no-op", "whole", "not freed", "too many", "leaked", "busy", "refused", "died"],
 )  # fmt: skip
 def test_what_the_metrics_tell(typed, monkeypatch, pages, status, wrong, detail):
-    monkeypatch.setattr("vllm_kvcompress.commands.server_probe._PATIENCE_S", 0.5)
+    monkeypatch.setattr("vllm_kvcompress.doctor.server_probe._PATIENCE_S", 0.5)
     with server(pages) as url:
         done = typed("doctor", "--url", url, "--json")
     checks = found(done)

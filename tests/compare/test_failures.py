@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fake_vllm import write_prompts
-from vllm_kvcompress.demo import server
+from vllm_kvcompress.serving import process as server
 
 CELLS = ["--methods", "cake,snapkv", "--budgets", "0.5,0.2"]
 

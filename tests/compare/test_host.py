@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from loopback import server
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.exposition import Host, Unreachable, error_message
+from vllm_kvcompress.serving.exposition import Host, Unreachable, error_message
 
 
 @pytest.mark.parametrize(

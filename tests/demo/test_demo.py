@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from vllm_kvcompress.demo import server
 from vllm_kvcompress.demo.__main__ import parse_args
 from vllm_kvcompress.demo.ask import Reply, Run, summary
 from vllm_kvcompress.demo.questions import (
@@ -25,8 +24,9 @@ from vllm_kvcompress.demo.questions import (
     surest,
 )
 from vllm_kvcompress.demo.report import save_picture, show
-from vllm_kvcompress.demo.server import Compressed, compressed_requests
-from vllm_kvcompress.demo.text import QUESTION, english, long_prompt
+from vllm_kvcompress.serving import process as server
+from vllm_kvcompress.serving.process import Compressed, compressed_requests
+from vllm_kvcompress.serving.text import QUESTION, english, long_prompt
 
 CHOICE = Path(__file__).parents[2] / "benchmarks/results/demo_question.json"
 LINE = (

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import yaml
 
-from vllm_kvcompress.demo.server import free_port
+from vllm_kvcompress.serving.process import free_port
 
 METRIC = re.compile(r"\b(?:vllm:\w+|up)\b")
 

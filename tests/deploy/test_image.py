@@ -20,8 +20,8 @@ from fake_vllm import FakeVllm, write_prompts
 from image_root import ImageRoot, first_process
 from loopback import server
 from manifests import ROOT
-from vllm_kvcompress.demo.server import free_port
-from vllm_kvcompress.demo.text import english
+from vllm_kvcompress.serving.process import free_port
+from vllm_kvcompress.serving.text import english
 
 # the installation alone is 3.4 GB
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]

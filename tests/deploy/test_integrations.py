@@ -12,8 +12,8 @@ import yaml
 
 from manifests import NEWEST, OLDEST, ROOT, arguments, parsed
 from operator_schemas import PRODUCTION_STACK, SCHEMAS
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 DEPLOY = ROOT / "deploy"
 

@@ -63,7 +63,7 @@ def test_the_autoscaler_asks_for_the_adapters_metric(rendered):
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SERVING)
 def test_vllm_takes_the_arguments(rendered, name, demo_model):
-    from vllm_kvcompress.config import CompressionConfig
+    from vllm_kvcompress.settings.config import CompressionConfig
 
     for number, pod in enumerate(pods(rendered[name])):
         if "args" not in pod["spec"]["containers"][0]:  # a worker of Ray's
@@ -98,7 +98,7 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
 
 @pytest.mark.engine
 def test_off_is_off(rendered, demo_model):
-    from vllm_kvcompress.config import CompressionConfig
+    from vllm_kvcompress.settings.config import CompressionConfig
 
     argv = [a.replace("=cake-chunk", "=off") for a in arguments(rendered["gpu"])[1:]]
     assert "--kv-compress=off" in argv

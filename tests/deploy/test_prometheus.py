@@ -10,8 +10,8 @@ from openai import BadRequestError, OpenAI
 
 from manifests import MONITORING, ROOT, alerts, rules
 from scraping import METRIC, panels, prometheus
-from vllm_kvcompress.demo.server import serve
-from vllm_kvcompress.demo.text import long_prompt
+from vllm_kvcompress.serving.process import serve
+from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

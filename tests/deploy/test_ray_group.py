@@ -7,7 +7,7 @@ import sys
 
 from local_ray import kill, need_ray, ray_folder
 from manifests import ROOT, arguments, container
-from vllm_kvcompress.demo.server import free_port
+from vllm_kvcompress.serving.process import free_port
 
 # In place of the server: it waits as vLLM does until Ray has all devices, and says what it got.
 SERVER = """#!{python}

@@ -18,10 +18,10 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from vllm_kvcompress.policies.allocators import ALLOCATORS
-from vllm_kvcompress.policies.presets import PRESETS
-from vllm_kvcompress.policies.scorers import SCORERS
-from vllm_kvcompress.policies.selectors import SELECTORS
+from vllm_kvcompress.methods.allocators import ALLOCATORS
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.selectors import SELECTORS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -14,16 +14,16 @@ import torch
 import methods_reference as reference
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.policies.scorers import SCORERS
+from vllm_kvcompress.settings.config import CompressionConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "research.md").read_text()
 FILES = dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 (CHANGE,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-SCORER = "vllm_kvcompress/policies/scorers/vatp.py"
+SCORER = "vllm_kvcompress/methods/scorers/vatp.py"
 PROGRAMS = ("compress.py", "try_vatp.py")
 
 
@@ -86,7 +86,7 @@ def test_the_new_scorer_is_chosen_by_its_name_and_keeps_large_values(checkout):
 
 
 def test_the_new_file_and_the_table_pass_the_linter(checkout):
-    changed = [SCORER, "vllm_kvcompress/policies/scorers/__init__.py"]
+    changed = [SCORER, "vllm_kvcompress/methods/scorers/__init__.py"]
     run(checkout, sys.executable, "-m", "ruff", "check", "--no-cache", *changed)
     run(checkout, sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *changed)
 

@@ -18,7 +18,7 @@ from broken_sites import broken
 from checkpoints import make, tokens
 from engines import engine
 from idling import idle, wait_for
-from vllm_kvcompress.demo.server import serve
+from vllm_kvcompress.serving.process import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

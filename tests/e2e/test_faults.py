@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from idling import idle, wait_for
-from vllm_kvcompress.demo.server import serve
-from vllm_kvcompress.demo.text import long_prompt
+from vllm_kvcompress.serving.process import serve
+from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

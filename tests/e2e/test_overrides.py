@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
 from checkpoints import talking
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.demo.server import serve
-from vllm_kvcompress.demo.text import long_prompt
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.serving.process import serve
+from vllm_kvcompress.serving.text import long_prompt
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -20,13 +20,13 @@ from checkpoints import make, tokens
 from configuring import configure
 from engines import engine, settings
 from vllm_kvcompress.commands.plan import ask
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import page_plan
-from vllm_kvcompress.policies.allocators.pyramid import Pyramid
-from vllm_kvcompress.policies.budgets import round_to_pages
+from vllm_kvcompress.methods.allocators.pyramid import Pyramid
+from vllm_kvcompress.methods.budgets import round_to_pages
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -6,8 +6,8 @@ import pytest
 from openai import OpenAI
 
 from checkpoints import talking
-from vllm_kvcompress.demo.server import serve
-from vllm_kvcompress.demo.text import long_prompt
+from vllm_kvcompress.serving.process import serve
+from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

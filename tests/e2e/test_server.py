@@ -14,8 +14,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from vllm_kvcompress.demo.ask import ask
-from vllm_kvcompress.demo.server import ENVIRONMENT, serve
-from vllm_kvcompress.demo.text import long_prompt
+from vllm_kvcompress.serving.process import ENVIRONMENT, serve
+from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

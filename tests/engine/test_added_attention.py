@@ -16,7 +16,7 @@ from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
 from test_decode_budgets import ANSWER, BUDGET, INTERVAL, PROMPT, Replay, rounded
 from vllm_kvcompress.engine.worker.footprint import sizes_of
-from vllm_kvcompress.memory import sums_per_block
+from vllm_kvcompress.planning.memory import sums_per_block
 
 once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 

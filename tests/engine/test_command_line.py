@@ -7,8 +7,8 @@ import pytest
 
 from checkpoints import make
 from configuring import configure
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @pytest.fixture(scope="module")

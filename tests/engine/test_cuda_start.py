@@ -17,7 +17,6 @@ from checkpoints import make
 from cuda_platform import GPUS
 from engines import engine, settings
 from vllm_kvcompress.commands.gpu_memory import defaults_for
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.attention import cuda as attention_cuda
 from vllm_kvcompress.engine.startup import backend_choice, refusals, seams
 from vllm_kvcompress.engine.startup import configure as configuring
@@ -26,7 +25,8 @@ from vllm_kvcompress.engine.worker.cuda import CompressingGPUWorker
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.engine.worker.worker import refuse_other_backends
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 CAKE = CompressionConfig.parse({"compress": "cake"})
 

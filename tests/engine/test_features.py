@@ -103,7 +103,7 @@ def test_structured_output_holds_on_a_compressed_prompt(demo_model, checkpoints_
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from vllm_kvcompress.demo.text import english
+    from vllm_kvcompress.serving.text import english
 
     with engine(
         talking(checkpoints_folder, demo_model),

@@ -20,10 +20,10 @@ from test_added_pieces import piecewise as and_bounded
 from test_prompts_in_pieces import Prompt, piecewise
 from test_reference import softmax
 from vllm_kvcompress.commands import plan as planning
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
-from vllm_kvcompress.layer_groups import layer_groups, layer_types
-from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.planning.layer_groups import layer_groups, layer_types
+from vllm_kvcompress.settings.config import CompressionConfig
 
 once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 NAMES = ["gpt-oss"] if V2 else list(HYBRIDS)

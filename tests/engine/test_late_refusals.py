@@ -21,13 +21,13 @@ from vllm.v1.kv_cache_interface import (
 
 from checkpoints import make, tokens
 from engines import engine, settings
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.attention.backend import override_backends
 from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
 from vllm_kvcompress.engine.attention.cuda import CompressedFlashImpl, CompressedTritonImpl
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.settings.config import CompressionConfig
 
 SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
 CAKE = CompressionConfig.parse({"compress": "cake"})

@@ -5,12 +5,12 @@ import torch
 
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.memory import layers_at_once
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
 from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.planning.memory import layers_at_once
+from vllm_kvcompress.settings.config import CompressionConfig
 
 NAME = "llama-gqa"
 PRESET_NAMES = ["d2o", "chunkkv", "caote"] if V2 else list(PRESETS)

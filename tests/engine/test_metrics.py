@@ -6,8 +6,8 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, settings
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 LAYERS = 4
 

@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression import compressor as engine
 from vllm_kvcompress.engine.compression import repacker
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
@@ -16,9 +15,10 @@ from vllm_kvcompress.engine.pages import pool as page_pool
 from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
-from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.repacking import adds_up, merges, ring_window
+from vllm_kvcompress.settings.config import CompressionConfig
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")

@@ -17,8 +17,8 @@ from test_methods import LENGTHS, NEW, PROMPTS, pages_of, record, watch_selectio
 from test_prompts_in_pieces import Prompt
 from test_prompts_in_pieces import piecewise as in_pieces
 from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
+from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.policies.presets import PRESETS
 
 once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 MERGING = {name for name in PRESETS if PRESETS[name].merge}

@@ -12,12 +12,13 @@ import torch
 
 from checkpoints import HYBRIDS, MIXTURES, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.plan import LayerStats, page_plan
-from vllm_kvcompress.policies.allocators.cake import Cake
-from vllm_kvcompress.policies.allocators.pyramid import Pyramid
-from vllm_kvcompress.policies.allocators.uniform import Uniform
-from vllm_kvcompress.policies.budgets import round_to_pages
+from vllm_kvcompress.methods.allocators.cake import Cake
+from vllm_kvcompress.methods.allocators.pyramid import Pyramid
+from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.budgets import round_to_pages
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.methods.prompt import LayerStats
+from vllm_kvcompress.settings.config import CompressionConfig
 
 WINDOW = 32
 FLOAT32_EPS = torch.finfo(torch.float32).eps

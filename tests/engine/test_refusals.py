@@ -9,9 +9,9 @@ from checkpoints import make, tokens
 from configuring import configure
 from engines import engine, settings
 from local_ray import need_ray
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.startup.refusals import refuse_unsupported
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @pytest.fixture(scope="module")

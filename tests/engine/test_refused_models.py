@@ -10,7 +10,7 @@ import pytest
 from configuring import configure
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
+from vllm_kvcompress.planning.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
 
 # -- models: one rule, the engine's and the one of `kvcompress plan` -------------------------------
 

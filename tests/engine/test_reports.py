@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
@@ -18,7 +17,8 @@ from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
 from vllm_kvcompress.engine.messages.step import Compression, Packed, StepPlan
 from vllm_kvcompress.engine.messages.usage import take_kept
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
-from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
 

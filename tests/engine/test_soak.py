@@ -19,9 +19,9 @@ import pytest
 from checkpoints import make, tokens
 from engines import BLOCK, V2, Engine, engine, settings
 from test_metrics import samples
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.overrides import settings_for
-from vllm_kvcompress.plan import page_plan
+from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from vllm_kvcompress.compare.report import TABLES, Column, Report, markdown
 from vllm_kvcompress.compare.summary import By
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError, KVCompressError
-from vllm_kvcompress.exposition import Host, Refused
-from vllm_kvcompress.parsing import parse_budget
-from vllm_kvcompress.policies.base import choose
-from vllm_kvcompress.policies.presets import PRESETS
+from vllm_kvcompress.methods.base import choose
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.serving.exposition import Host, Refused
+from vllm_kvcompress.settings.parsing import parse_budget
 
 _INTERRUPTED = 130
 _LOG = "server.log"

@@ -8,14 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_kvcompress.commands.model_shape import ModelShape
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import Growth, most_blocks
-from vllm_kvcompress.layer_groups import LayerGroups
-from vllm_kvcompress.memory import Sizes, bytes_beside, extra_bytes, sums_per_block, table_bytes
-from vllm_kvcompress.overrides import largest_budgets
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pieces import pieces_of
-from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.planning.layer_groups import LayerGroups
+from vllm_kvcompress.planning.memory import (
+    Sizes,
+    bytes_beside,
+    extra_bytes,
+    sums_per_block,
+    table_bytes,
+)
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import largest_budgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

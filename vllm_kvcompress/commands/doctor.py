@@ -9,18 +9,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vllm_kvcompress.checks import Check, Report, Tell
-from vllm_kvcompress.commands import child, server_probe
-from vllm_kvcompress.commands.kept_picture import require_matplotlib, save_picture
-from vllm_kvcompress.commands.kept_text import show_kept
 from vllm_kvcompress.commands.model_shape import looks_like_hub_id
 from vllm_kvcompress.commands.plan import with_method
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.demo.text import QUESTION, english
+from vllm_kvcompress.doctor import child, server_probe
+from vllm_kvcompress.doctor.checks import Check, Report, Tell
+from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.doctor.kept_picture import require_matplotlib, save_picture
+from vllm_kvcompress.doctor.kept_text import show_kept
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.exposition import Host
-from vllm_kvcompress.kept import KeptMap
-from vllm_kvcompress.parsing import parse_budget
+from vllm_kvcompress.serving.exposition import Host
+from vllm_kvcompress.serving.text import QUESTION, english
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.parsing import parse_budget
 
 # The picture tells so many parts of a prompt apart, and needs so many tokens to show something.
 _BUCKETS = 240

@@ -11,7 +11,7 @@ from typing import Any
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.commands.weights import Weights
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import text_config
+from vllm_kvcompress.planning.model_traits import text_config
 
 GIB = 2**30
 # The two boundaries are vLLM's own, of `EngineArgs.get_batch_defaults`.

@@ -1,6 +1,6 @@
 """Whether a container is healthy: the server answers, and what should be compressed is."""
 
-from vllm_kvcompress.exposition import PREFIX, Host, Metrics, Unreachable
+from vllm_kvcompress.serving.exposition import PREFIX, Host, Metrics, Unreachable
 
 
 def health(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.layer_groups import LayerGroups
-from vllm_kvcompress.model_traits import (
+from vllm_kvcompress.planning.layer_groups import LayerGroups
+from vllm_kvcompress.planning.model_traits import (
     FLOAT8_CACHES,
     SENTENCE_EMBEDDER,
     groups,

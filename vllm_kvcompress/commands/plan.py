@@ -10,11 +10,11 @@ from vllm_kvcompress.commands.gpu_memory import Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.model_shape import ModelShape, config_path, read_config, shape_of
 from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show_forecast
 from vllm_kvcompress.commands.weights import weights_of
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import plain_cache, traits_of
-from vllm_kvcompress.policies.presets import RECOMMENDED
-from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
+from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.planning.model_traits import plain_cache, traits_of
+from vllm_kvcompress.planning.obstacles import why_not_bounded, why_not_in_pieces, why_not_merged
+from vllm_kvcompress.settings.config import CompressionConfig
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}

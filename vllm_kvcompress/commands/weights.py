@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.commands.model_shape import ModelShape
-from vllm_kvcompress.model_traits import text_config
+from vllm_kvcompress.planning.model_traits import text_config
 
 _INDEX = "model.safetensors.index.json"
 # vLLM loads these as the model's own dtype.

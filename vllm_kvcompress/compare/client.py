@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item
-from vllm_kvcompress.exposition import Host, Refused, Unreachable
-from vllm_kvcompress.overrides import BUDGET, COMPRESS
+from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
+from vllm_kvcompress.settings.overrides import BUDGET, COMPRESS
 
 _WAITS_S = (0.5, 2.0, 8.0)
 

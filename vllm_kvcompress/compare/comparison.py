@@ -16,7 +16,7 @@ from vllm_kvcompress.compare.report import Report
 from vllm_kvcompress.compare.summary import By, Summary, default_by, recommend, summarise, unbeaten
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.exposition import PREFIX, Metrics, Refused
+from vllm_kvcompress.serving.exposition import PREFIX, Metrics, Refused
 
 
 class Comparison:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.exposition import Host, Metrics, Refused, Unreachable, error_message
+from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
 
 _QUICK_S = 10.0
 _TOPS = (20, 5, 1, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_kvcompress.compare.client import FULL, Cell, Client, Interrupted
 from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.tasks import Item
-from vllm_kvcompress.exposition import Refused, Unreachable
+from vllm_kvcompress.serving.exposition import Refused, Unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         ConfigError: vLLM is not installed, or the server did not start.
     """
     try:
-        from vllm_kvcompress.demo.server import serve
+        from vllm_kvcompress.serving.process import serve
     except ImportError as e:
         raise ConfigError(
             f"--model starts a server, which needs vLLM beside this command ({e}); install it, or"

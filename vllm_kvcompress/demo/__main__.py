@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from vllm_kvcompress.demo.ask import NAME, Reply, ask, summary
 from vllm_kvcompress.demo.questions import CHOSEN, prompt
 from vllm_kvcompress.demo.report import save_picture, show
-from vllm_kvcompress.demo.server import ENVIRONMENT, command, serve
+from vllm_kvcompress.serving.process import ENVIRONMENT, command, serve
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

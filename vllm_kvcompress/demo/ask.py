@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from vllm_kvcompress.demo.server import Compressed, Server
+from vllm_kvcompress.serving.process import Compressed, Server
 
 NAME = "demo"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.demo.text import english
+from vllm_kvcompress.serving.text import english
 
 TIMES = 3
 """How often the text states each note."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vllm_kvcompress.demo.ask import Run
 from vllm_kvcompress.demo.questions import Question
-from vllm_kvcompress.demo.server import Compressed
+from vllm_kvcompress.serving.process import Compressed
 
 BAR = 26
 """Characters of the longest bar."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 
-from vllm_kvcompress.layer_groups import LayerGroups, layer_groups, layer_types
+from vllm_kvcompress.planning.layer_groups import LayerGroups, layer_groups, layer_types
 
 
 def groups_of(config: VllmConfig) -> LayerGroups:

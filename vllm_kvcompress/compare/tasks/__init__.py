@@ -14,7 +14,7 @@ from vllm_kvcompress.compare.tasks.items import (
     score,
 )
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import choose
+from vllm_kvcompress.methods.base import choose
 
 __all__ = ["TASKS", "CountTokens", "Item", "QuestionAt", "build_items", "score"]
 

@@ -12,7 +12,6 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcompress_kernels.column_sums import column_sums
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.compression.packer import Finished, Packer
 from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
@@ -22,9 +21,10 @@ from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, 
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.pipeline import Method, method_of
-from vllm_kvcompress.plan import page_plan
-from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(slots=True)

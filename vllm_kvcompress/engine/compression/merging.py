@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.engine.pages.layouts import Opened, PageViews
-from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.methods.page_plan import PagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,11 @@ from vllm_kvcompress.engine.messages.step import Compression
 from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Strided
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
-from vllm_kvcompress.memory import layers_at_once
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.scorers.pooling import group_mean
 from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.scorers.pooling import group_mean
+from vllm_kvcompress.planning.memory import layers_at_once
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,17 +6,16 @@ from itertools import groupby
 
 import torch
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.compression.merging import Held
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.messages.step import Addition, Repack
 from vllm_kvcompress.engine.pages.layouts import Opened
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-from vllm_kvcompress.memory import additions_at_once, answers_at_once, layers_at_once
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pipeline import Method, Observed, method_of
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.policies.base import Reads
+from vllm_kvcompress.planning.memory import additions_at_once, answers_at_once, layers_at_once
 from vllm_kvcompress.repacking import (
     LATEST,
     Rows,
@@ -26,6 +25,7 @@ from vllm_kvcompress.repacking import (
     kept_slots,
     observe_rows,
 )
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

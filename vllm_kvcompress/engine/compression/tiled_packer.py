@@ -9,9 +9,9 @@ from vllm_kvcompress.engine.compression.packer import Finished, Move, Packer
 from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pipeline import PagedLayer
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.policies.base import Reads
 
 
 class TiledPacker(Packer):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_kvcompress.checks import Check, Failed, Tell, require
+from vllm_kvcompress.doctor.checks import Check, Failed, Tell, require
 from vllm_kvcompress.engine.startup.import_failures import import_failure, installed_vllm
 from vllm_kvcompress.errors import KVCompressError, SeamError
 

@@ -13,7 +13,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvcompress
-from vllm_kvcompress.checks import Check
+from vllm_kvcompress.doctor.checks import Check
 from vllm_kvcompress.engine.startup.seam import TESTED, Seam
 from vllm_kvcompress.engine.startup.seams import SEAMS
 from vllm_kvcompress.errors import SeamError

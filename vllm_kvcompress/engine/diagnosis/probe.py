@@ -7,11 +7,11 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_kvcompress.checks import Check
+from vllm_kvcompress.doctor.checks import Check
+from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.diagnosis.recording import record, recorded, repacked
-from vllm_kvcompress.kept import KeptMap
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.probe_prompt import Limits
+from vllm_kvcompress.methods.page_plan import PagePlan
 
 
 @dataclass(slots=True)

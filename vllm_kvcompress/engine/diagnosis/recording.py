@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from vllm_kvcompress.engine.compression.packer import Finished, Packer
 from vllm_kvcompress.engine.compression.repacker import Due, Repacker
 from vllm_kvcompress.engine.pages.layouts import Opened
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pipeline import Method, Observed
-from vllm_kvcompress.plan import PagePlan
 
 _RECORDS = "_kvcompress_records"
 _REPACKED = "_kvcompress_repacked"

@@ -11,15 +11,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_kvcompress.checks import Check, Failed, Tell, require
+from vllm_kvcompress.doctor.checks import Check, Failed, Tell, require
+from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.diagnosis import probe
 from vllm_kvcompress.engine.diagnosis.installation import parser, sentence
 from vllm_kvcompress.engine.layers import groups_of, layers_together, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
-from vllm_kvcompress.overrides import how_to_ask
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.probe_prompt import Limits
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.settings.overrides import how_to_ask
 
 
 def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:

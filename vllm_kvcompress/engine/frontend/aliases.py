@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.serving import BaseServing
 
 from vllm_kvcompress.engine.messages.settings import settings_given
-from vllm_kvcompress.overrides import ALIAS, refuse_taken
+from vllm_kvcompress.settings.overrides import ALIAS, refuse_taken
 
 _INSTALLED = "_kvcompress_aliases_installed"
 _NAMES = "_kvcompress_aliases"

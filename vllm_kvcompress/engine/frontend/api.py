@@ -19,13 +19,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (

@@ -18,11 +18,11 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.counts import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.scheduling.admission import REASONS
+from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 

@@ -10,11 +10,11 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.layers import layers_together, windows_of
-from vllm_kvcompress.overrides import settings_for
 from vllm_kvcompress.pieces import pieces_of
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 
 def check_room(

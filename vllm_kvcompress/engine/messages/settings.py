@@ -6,7 +6,7 @@ vLLM hashes that mapping into the key of its compile cache, and takes it to ever
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvcompress.config import CompressionConfig
+from vllm_kvcompress.settings.config import CompressionConfig
 
 _KEY = "kvcompress"
 _parsed: dict[str, CompressionConfig] = {}

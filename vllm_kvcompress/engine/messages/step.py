@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

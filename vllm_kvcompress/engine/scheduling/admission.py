@@ -11,12 +11,12 @@ from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.overrides import settings_for
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pieces import Pieces, pieces_of
-from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 logger = init_logger("vllm.kvcompress")
 

@@ -15,12 +15,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.growth import wrong_interval
-from vllm_kvcompress.piece_settings import wrong_piece
 from vllm_kvcompress.pieces import standing_blocks
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.pieces import wrong_piece
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SCALED = KVQuantMode.FP8_PER_TENSOR

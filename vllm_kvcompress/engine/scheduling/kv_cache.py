@@ -19,14 +19,14 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.growth import Growth
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pieces import Pieces
-from vllm_kvcompress.plan import PagePlan
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 class _Spec(Protocol):

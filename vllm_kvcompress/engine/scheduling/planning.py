@@ -10,16 +10,16 @@ from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import SeamError
 from vllm_kvcompress.growth import Growth, most_blocks
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.pieces import Pieces
 from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.plan import PagePlan
-from vllm_kvcompress.policies.base import Reads
 from vllm_kvcompress.repacking import adds_up
+from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 

@@ -14,15 +14,11 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvcompress.config import CompressionConfig
-from vllm_kvcompress.engine.messages.settings import (
-    attach_settings,
-    has_settings,
-    written_settings,
-)
+from vllm_kvcompress.engine.messages.settings import attach_settings, has_settings, written_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
-from vllm_kvcompress.overrides import refuse_taken
-from vllm_kvcompress.policies.presets import METHODS
+from vllm_kvcompress.methods.presets import METHODS
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import refuse_taken
 
 _INSTALLED = "_kvcompress_cli_args"
 _FROM_COMMAND = "_kvcompress_from_command"

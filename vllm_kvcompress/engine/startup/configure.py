@@ -14,15 +14,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.messages.settings import attach_settings, settings_given
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
 from vllm_kvcompress.engine.startup.seams import check, check_all
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.policies.base import Reads
-from vllm_kvcompress.policies.published import published
+from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 

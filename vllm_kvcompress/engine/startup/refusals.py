@@ -9,10 +9,9 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.model_traits import (
+from vllm_kvcompress.planning.model_traits import (
     FLOAT8_CACHES,
     Traits,
     plain_cache,
@@ -20,7 +19,8 @@ from vllm_kvcompress.model_traits import (
     traits_of,
     unsupported,
 )
-from vllm_kvcompress.repacking import why_not_bounded, why_not_in_pieces, why_not_merged
+from vllm_kvcompress.planning.obstacles import why_not_bounded, why_not_in_pieces, why_not_merged
+from vllm_kvcompress.settings.config import CompressionConfig
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"

@@ -3,9 +3,9 @@
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.layers import groups_of, layers_together
-from vllm_kvcompress.memory import Sizes, bytes_beside, table_columns
+from vllm_kvcompress.planning.memory import Sizes, bytes_beside, table_columns
+from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def sizes_of(config: VllmConfig) -> Sizes:

@@ -18,7 +18,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_kvcompress.config import CompressionConfig
 from vllm_kvcompress.engine.attention.backend import (
     Backends,
     BatchOrder,
@@ -37,9 +36,10 @@ from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
-from vllm_kvcompress.memory import ring_bytes
-from vllm_kvcompress.model_traits import FLOAT8_CACHES
+from vllm_kvcompress.planning.memory import ring_bytes
+from vllm_kvcompress.planning.model_traits import FLOAT8_CACHES
 from vllm_kvcompress.repacking import keeps_sums, merges, ring_window
+from vllm_kvcompress.settings.config import CompressionConfig
 
 logger = init_logger("vllm.kvcompress")
 

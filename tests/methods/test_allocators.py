@@ -1,0 +1,235 @@
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.allocators import ALLOCATORS
+from vllm_kvcompress.methods.allocators.cake import Cake
+from vllm_kvcompress.methods.allocators.d2o import D2O
+from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
+from vllm_kvcompress.methods.allocators.highest import Global
+from vllm_kvcompress.methods.allocators.pyramid import Pyramid
+from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.prompt import LayerStats, Prompt
+
+prop = settings(derandomize=True, deadline=None, max_examples=100)
+
+
+def prompt(n, budget, window, tokens):
+    return Prompt(num_layers=n, tokens=tokens, window=window, budget=budget)
+
+
+def figures(*pairs):
+    """Statistics of layers with these entropies and shifts."""
+    entropy, shift = torch.tensor(pairs, dtype=torch.float64).view(-1, 2).unbind(1)
+    return LayerStats(entropy=entropy, shift=shift)
+
+
+def weighted(*weights):
+    """Statistics whose preference is `weights` at tau1 = tau2 = 1."""
+    return figures(*((1.0, float(w)) for w in weights))
+
+
+def allocate(allocator, *args):
+    out = allocator.allocate(*args)
+    assert out.dtype == torch.int64
+    return out.tolist()
+
+
+def preferences(cake, *pairs):
+    stats = figures(*pairs)
+    return cake.preferences(stats.entropy, stats.shift).tolist()
+
+
+@st.composite
+def prompts(draw):
+    window = draw(st.integers(0, 64))
+    budget = draw(st.integers(window + 1, 2000))
+    tokens = draw(st.integers(window + 1, 4000))
+    return prompt(draw(st.integers(1, 48)), budget, window, tokens)
+
+
+stats_value = st.floats(1e-30, 1e6) | st.just(0.0)
+
+
+def test_names():
+    assert dict(ALLOCATORS) == {
+        "uniform": Uniform,
+        "pyramid": Pyramid,
+        "cake": Cake,
+        "dynamickv": DynamicKV,
+        "global": Global,
+        "d2o": D2O,
+    }
+    assert [a().reads for a in ALLOCATORS.values()] == [
+        *(Reads.NOTHING, Reads.NOTHING, Reads.WINDOW | Reads.VARIANCE),
+        *(Reads.SCORES, Reads.SCORES, Reads.COLUMN_SUMS),
+    ]
+    assert [name for name, a in ALLOCATORS.items() if a.exact_ratio] == ["d2o"]
+
+
+@prop
+@given(prompts(), st.data())
+def test_sum_and_caps(p, data):
+    pair = st.tuples(stats_value, stats_value)
+    stats = data.draw(st.lists(pair, min_size=p.num_layers, max_size=p.num_layers))
+    beta = data.draw(st.floats(1.01, 1e4))
+    tau = data.draw(st.tuples(st.floats(0.2, 2), st.floats(0.4, 3)))
+    for allocator in (Uniform(), Pyramid(beta=beta), Cake(tau1=tau[0], tau2=tau[1])):
+        past = allocate(allocator, p, figures(*stats))
+        assert len(past) == p.num_layers
+        assert sum(past) == min(p.num_layers * p.base, p.num_layers * p.past)
+        assert all(0 <= b <= p.past and type(b) is int for b in past)
+
+
+# -- uniform ----------------------------------------------------------------------------------
+
+
+@prop
+@given(prompts())
+def test_uniform(p):
+    assert allocate(Uniform(), p) == [min(p.budget, p.tokens) - p.window] * p.num_layers
+
+
+# -- pyramid ----------------------------------------------------------------------------------
+
+
+def test_pyramid_worked_example():
+    assert allocate(Pyramid(), prompt(4, 20, 4, 100)) == [31, 21, 11, 1]
+
+
+@pytest.mark.parametrize("layers", [30, 32])
+def test_pyramid_does_not_overspend_where_the_authors_code_does(layers):
+    assert sum(allocate(Pyramid(), prompt(layers, 128, 8, 2000))) == layers * 120
+
+
+def test_pyramid_hi_is_cut_to_the_prompt():
+    # base 60, P 80: hi 117 -> 80, lo 40; 80, 66.67, 53.33, 40
+    assert allocate(Pyramid(), prompt(4, 70, 10, 90)) == [80, 67, 53, 40]
+
+
+def test_pyramid_one_layer():
+    assert allocate(Pyramid(), prompt(1, 20, 4, 100)) == [16]
+
+
+@prop
+@given(prompts(), st.floats(1.01, 1e3))
+def test_pyramid_falls(p, beta):
+    past = allocate(Pyramid(beta=beta), p)
+    assert past == sorted(past, reverse=True)
+
+
+@prop
+@given(prompts(), st.floats(1.01, 1e3))
+def test_pyramid_is_within_a_token_of_the_line(p, beta):
+    assume(p.num_layers > 1)
+    base, past = min(p.base, p.past), p.past
+    lo = base / beta
+    hi = 2 * base - lo
+    if hi > past:
+        hi, lo = past, 2 * base - past
+    line = [hi - i * (hi - lo) / (p.num_layers - 1) for i in range(p.num_layers)]
+    got = allocate(Pyramid(beta=beta), p)
+    assert all(abs(b - x) < 1 + 1e-6 for b, x in zip(got, line, strict=True))
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0, -3.0, math.nan])
+def test_pyramid_refuses(beta):
+    with pytest.raises(ConfigError, match="beta must be > 1"):
+        Pyramid(beta=beta)
+
+
+# -- CAKE -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "budget", "window", "tokens", "expected"),
+    [
+        ((3, 1), 12, 4, 100, [12, 4]),
+        ((3, 1), 12, 4, 14, [10, 6]),
+        ((1, 20, 20, 100), 15, 4, 24, [0, 12, 12, 20]),
+        ((0, 0, 0), 6, 4, 100, [2, 2, 2]),
+        ((5, 0, 0), 7, 4, 8, [4, 3, 2]),
+    ],
+)
+def test_cake_worked_examples(weights, budget, window, tokens, expected):
+    p = prompt(len(weights), budget, window, tokens)
+    assert allocate(Cake(), p, weighted(*weights)) == expected
+
+
+@prop
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e4), st.floats(1e-6, 1e2)), min_size=1, max_size=20),
+    st.floats(0.2, 2),
+    st.floats(0.4, 3),
+)
+def test_cake_preferences_are_ratios_of_the_equation(values, tau1, tau2):
+    got = preferences(Cake(tau1=tau1, tau2=tau2), *values)
+    want = [h ** (1 / tau1) * v ** (1 / tau2) for h, v in values]
+    assert max(got) == 1.0
+    assert got == pytest.approx([x / max(want) for x in want], rel=1e-9)
+
+
+def test_cake_preference_of_tiny_mha():
+    """docs/methods.md 4.5: P(1.6, 0.4) = 0.00993233021 for H and V of the shape check."""
+    share = preferences(Cake(tau1=1.6, tau2=0.4), (9.68691241, 0.0895930078), (1.0, 1.0))
+    assert share == pytest.approx([0.00993233021, 1.0], rel=1e-8)
+
+
+@pytest.mark.parametrize("zero", [(0.0, 2.0), (2.0, 0.0), (math.nan, 2.0)])
+def test_cake_without_entropy_or_shift_weighs_nothing(zero):
+    assert preferences(Cake(), zero, (2.0, 2.0)) == [0.0, 1.0]
+    assert preferences(Cake(), zero, zero) == [0.0, 0.0]
+    assert allocate(Cake(), prompt(2, 8, 4, 100), figures(zero, zero)) == [4, 4]
+
+
+def test_cake_raw_values_beyond_float64_still_have_ratios():
+    for scale in (1e-200, 1e200):
+        stats = [(scale, h * scale) for h in (3.0, 1.0)]
+        assert preferences(Cake(), *stats) == pytest.approx([1.0, 1 / 3], rel=1e-9)
+
+
+@prop
+@given(prompts(), st.floats(0.05, 3), st.data())
+def test_cake_sum_is_exact_at_any_tau(p, tau2, data):
+    """The configuration allows any tau > 0: preferences then reach float64's subnormals."""
+    shift = st.floats(1e-20, 1e2)
+    stats = weighted(*data.draw(st.lists(shift, min_size=p.num_layers, max_size=p.num_layers)))
+    past = allocate(Cake(tau2=tau2), p, stats)
+    assert sum(past) == p.num_layers * min(p.base, p.past)
+
+
+def test_cake_sum_is_exact_where_preferences_are_subnormal():
+    """One layer is full, the others share 1e-310 each: tau2 = 0.1, V 31 decades apart."""
+    stats = weighted(1.0, 1e-31, 1e-31)
+    past = allocate(Cake(tau2=0.1), prompt(3, 9, 4, 14), stats)
+    assert past == [10, 3, 2]
+
+
+@prop
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=12), prompts())
+def test_cake_shares_follow_any_common_factor(shifts, p):
+    """Sums or means over heads, rows and columns: a common factor cancels (docs/methods.md 2.3)."""
+    p = prompt(len(shifts), p.budget, p.window, p.tokens)
+    one = allocate(Cake(), p, weighted(*shifts))
+    two = allocate(Cake(), p, weighted(*(s * 7.5 for s in shifts)))
+    assert all(abs(a - b) <= 1 for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    "stats", [None, LayerStats(), weighted(), weighted(1.0), weighted(1.0, 2.0, 3.0)]
+)
+def test_cake_needs_the_statistics_of_every_layer(stats):
+    with pytest.raises(ValueError, match="statistics of 2 layers"):
+        allocate(Cake(), prompt(2, 8, 4, 100), stats)
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["tau1", "tau2"])
+def test_cake_refuses(name, tau):
+    with pytest.raises(ConfigError, match=f"cake.{name} must be a finite number > 0"):
+        Cake(**{name: tau})

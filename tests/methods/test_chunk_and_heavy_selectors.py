@@ -1,0 +1,155 @@
+"""ChunkKV's chunks and D2O's split: docs/methods.md 5 and 6."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import methods_reference as ref
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.selectors import Chunks, HeavyRecent, TopK
+
+prop = settings(derandomize=True, deadline=None, max_examples=150)
+
+
+def select(selector, scores, keep, after=0):
+    """One layer's positions."""
+    one = torch.tensor([keep])
+    return selector.select(scores[None], scores.shape[1], one, after, keep)[0]
+
+
+@st.composite
+def scored(draw):
+    """Few levels, so that ties are everywhere."""
+    heads, n = draw(st.integers(1, 3)), draw(st.integers(1, 60))
+    rng = np.random.RandomState(draw(st.integers(0, 9999)))
+    return rng.randint(0, draw(st.sampled_from([2, 5, 1000])), (heads, n)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (4, [0, 1, 12, 13]),
+        (6, [0, 1, 2, 3, 12, 13]),
+        (8, [0, 1, 2, 3, 4, 5, 12, 13]),
+        (2, [12, 13]),
+        (1, [12]),
+        (0, []),
+    ],
+)
+def test_chunks_worked_example(keep, expected):
+    t = torch.tensor([[0.0, 0, 5, 0, 1, 1, 1, 1, 0, 0, 0, 0, 9, 0]])
+    assert select(Chunks(size=4), t, keep).tolist() == [expected]
+
+
+@prop
+@given(scored(), st.integers(1, 70), st.booleans(), st.data())
+def test_chunks_equal_the_reference(scores, size, shared, data):
+    keep = data.draw(st.integers(0, scores.shape[1]))
+    got = select(Chunks(size=size, shared=shared), torch.from_numpy(scores), keep, 5)
+    assert got.shape == (len(scores), keep)
+    for head, row in enumerate(scores):
+        t = scores.sum(0) if shared else row
+        assert got[head].tolist() == ref.chunks(t.astype(np.float64), keep, size)
+
+
+@prop
+@given(scored(), st.data())
+def test_chunks_of_one_token_are_shared_top_k(scores, data):
+    keep = data.draw(st.integers(0, scores.shape[1]))
+    rows = torch.from_numpy(scores)
+    assert torch.equal(
+        select(Chunks(size=1), rows, keep),
+        select(TopK(), rows.sum(0, keepdim=True), keep).expand(len(rows), keep),
+    )
+
+
+@prop
+@given(scored(), st.integers(1, 12), st.data())
+def test_kept_chunks_are_whole_but_for_one(scores, size, data):
+    keep = data.draw(st.integers(0, scores.shape[1]))
+    row = select(Chunks(size=size), torch.from_numpy(scores), keep)[0].tolist()
+    cut = 0
+    for start in range(0, scores.shape[1], size):
+        part = [j for j in row if start <= j < start + size]
+        assert part == [*range(start, start + len(part))]
+        cut += 0 < len(part) < min(size, scores.shape[1] - start)
+    assert cut <= 1
+
+
+def test_chunks_rank_nan_last():
+    t = torch.tensor([[torch.nan, 1.0, 0.0, 0.5, torch.nan, torch.nan]])
+    assert select(Chunks(size=2), t, 2).tolist() == [[2, 3]]
+
+
+def test_a_layer_that_reuses_a_ranking():
+    assert [Chunks(reuse=3).source(layer) for layer in range(7)] == [0, 0, 0, 3, 3, 3, 6]
+    assert [TopK().source(layer) for layer in range(3)] == [0, 1, 2]
+
+
+def test_top_k_shared_over_heads():
+    rows = torch.tensor([[9.0, 0, 0, 4], [0, 5.0, 0, 4]])
+    assert select(TopK(), rows, 1).tolist() == [[0], [1]]
+    assert select(TopK(shared=True), rows, 2).tolist() == [[0, 3], [0, 3]]
+
+
+# -- D2O's split --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "sinks", "heavy", "recent"),
+    [(5, 4, 0, 1), (8, 4, 2, 2), (16, 4, 8, 4), (51, 4, 35, 12), (128, 4, 92, 32), (3, 3, 0, 0)],
+)
+def test_heavy_recent_split(n, sinks, heavy, recent):
+    scores = torch.rand(2, 300, generator=torch.Generator().manual_seed(n))
+    lifted = HeavyRecent().protect(scores[None], torch.tensor([n]), 0)[0]
+    assert torch.isinf(lifted[0, :sinks]).all()
+    assert int(torch.isinf(lifted[0]).sum()) == sinks + recent
+    assert torch.isinf(lifted[0, 300 - recent :]).all()
+    assert select(HeavyRecent(), scores, n).shape == (2, sinks + heavy + recent)
+
+
+@prop
+@given(scored(), st.data())
+def test_heavy_recent_equals_the_reference(scores, data):
+    keep = data.draw(st.integers(0, scores.shape[1]))
+    got = select(HeavyRecent(), torch.from_numpy(scores), keep)
+    for head, row in enumerate(scores):
+        assert got[head].tolist() == ref.heavy_recent(row, keep)
+
+
+@prop
+@given(scored(), st.integers(0, 40), st.data())
+def test_what_follows_counts_as_recent(scores, after, data):
+    """The tail and a window are recents already: the split is that of all kept tokens."""
+    keep = data.draw(st.integers(0, scores.shape[1]))
+    n = scores.shape[1]
+    got = select(HeavyRecent(), torch.from_numpy(scores), keep, after)
+    _, _, recent = ref.split(keep + after)
+    sinks = min(4, keep)
+    recent = min(max(recent - after, 0), keep - sinks)
+    for head, row in enumerate(scores):
+        middle = sorted(range(sinks, n - recent), key=lambda j: (-row[j], j))
+        heavy = middle[: keep - sinks - recent]
+        assert got[head].tolist() == sorted([*range(sinks), *heavy, *range(n - recent, n)])
+
+
+def test_heavy_recent_keeps_its_protected_beside_infinite_scores():
+    scores = torch.full((1, 20), torch.inf)
+    scores[0, 10:] = torch.nan
+    assert select(HeavyRecent(), scores, 8).tolist() == [[0, 1, 2, 3, 4, 5, 18, 19]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Chunks(size=0), "chunks.size"),
+        (lambda: Chunks(reuse=0), "chunks.reuse"),
+        (lambda: HeavyRecent(sinks=-1), "heavy_recent.sinks"),
+        (lambda: HeavyRecent(recent=1.5), "heavy_recent.recent"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

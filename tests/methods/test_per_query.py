@@ -1,0 +1,120 @@
+"""Column means in place of column sums, in H2O, in CAOTE over it and in D2O: docs/methods.md 3."""
+
+import numpy as np
+import pytest
+import torch
+
+import methods_reference as ref
+from settings_as_written import refused
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.allocators.d2o import D2O
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.scorers.accumulated import H2O, column_means
+from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.offline import compress
+
+LAYERS, HEADS, KV_HEADS, TOKENS, DIM = 3, 4, 2, 61, 8
+
+
+def inputs(seed):
+    rs = np.random.RandomState(seed)
+    shapes = [(LAYERS, heads, TOKENS, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (rs.standard_normal(shape) for shape in shapes)
+    return tuple(torch.from_numpy(x).float() for x in (q * 1.5, k, v))
+
+
+def exact(tensors):
+    """Per layer, what the reference takes."""
+    return [tuple(x[layer].double().numpy() for x in tensors) for layer in range(LAYERS)]
+
+
+def past_scores(got, layer, window):
+    return got.scores[layer][:, : TOKENS - window].numpy()
+
+
+def test_by_hand():
+    """Rows (1), (0.5, 0.5), (0.2, 0.3, 0.5): three rows see the first column, one the last."""
+    sums = torch.tensor([[1.7, 0.8, 0.5]])
+    np.testing.assert_allclose(column_means(sums), [[1.7 / 3, 0.4, 0.5]], rtol=1e-6)
+    columns = Columns(num_kv_heads=1, past=2, device=sums.device, sums=sums)
+    np.testing.assert_allclose(H2O(per_query=True).score(columns), [[1.7 / 3, 0.4]], rtol=1e-6)
+    assert H2O().score(columns).tolist() == sums[:, :2].tolist()
+
+
+def test_a_late_token_that_every_later_one_reads_ranks_above_an_early_one():
+    """Half of each later row's attention, and a tenth of it for twice as long and more."""
+    sums = torch.tensor([[0.1 * 100] + [0.0] * 89 + [0.5 * 10] + [0.0] * 9])
+    columns = Columns(num_kv_heads=1, past=95, device=sums.device, sums=sums)
+    assert H2O().score(columns).argmax() == 0
+    assert H2O(per_query=True).score(columns).argmax() == 90
+
+
+@pytest.mark.parametrize("window", [8, 32])
+def test_h2o_equals_the_reference(window):
+    tensors = inputs(1)
+    policy = {"compress": "h2o", "window": window, "scorer_params": {"per_query": True}}
+    got = compress(*tensors, policy=policy, budget=40)
+    for layer, (q, k, v) in enumerate(exact(tensors)):
+        want = ref.h2o(q, k, v, window, per_query=True)
+        np.testing.assert_allclose(past_scores(got, layer, window), want, rtol=1e-4, atol=1e-6)
+        for head in range(KV_HEADS):
+            kept = [*ref.best(want[head], 40 - window), *range(TOKENS - window, TOKENS)]
+            assert got.positions[layer][head].tolist() == kept
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_caote_equals_the_reference(fast):
+    tensors = inputs(2)
+    policy = {
+        "compress": "fastcaote" if fast else "caote",
+        "base": "h2o",
+        "scorer_params": {"per_query": True},
+    }
+    got = compress(*tensors, policy=policy, budget=40)
+    for layer, (q, k, v) in enumerate(exact(tensors)):
+        want = ref.caote(q, k, v, 32, base="h2o", fast=fast, per_query=True)
+        np.testing.assert_allclose(past_scores(got, layer, 32), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scorer", [False, True])
+@pytest.mark.parametrize("allocator", [False, True])
+@pytest.mark.parametrize("norm", ["layer_minmax", "head_minmax", "raw"])
+def test_d2o_divides_what_its_parts_are_told_to(scorer, allocator, norm):
+    """The ranking's columns and the variance's are two parameters."""
+    tensors = inputs(3)
+    policy = {
+        "compress": "d2o",
+        "scorer_params": {"per_query": scorer},
+        "allocator_params": {"per_query": allocator, "norm": norm},
+    }
+    got = compress(*tensors, policy=policy, budget=0.4)
+    columns = ref.column_means if allocator else ref.column_sums
+    figures = [columns(q, k) for q, k, _ in exact(tensors)]
+    total = round(0.4 * TOKENS * LAYERS)
+    assert got.budgets == ref.d2o_budgets(figures, total, TOKENS, norm)
+    for layer, (q, k, v) in enumerate(exact(tensors)):
+        want = ref.h2o(q, k, v, 0, per_query=scorer)
+        for head in range(KV_HEADS):
+            kept = ref.heavy_recent(want[head], got.budgets[layer])
+            assert got.positions[layer][head].tolist() == kept
+
+
+def test_what_is_read():
+    assert H2O(per_query=True).reads == H2O().reads == D2O().reads == Reads.COLUMN_SUMS
+    assert D2O(per_query=True).reads == Reads.COLUMN_SUMS | Reads.COLUMN_MEANS
+
+
+@pytest.mark.parametrize("scorer", [Caote, FastCaote])
+@pytest.mark.parametrize("base", ["snapkv", "tova"])
+def test_caote_over_another_base_has_no_columns_to_divide(scorer, base):
+    with pytest.raises(ConfigError, match=rf"is for base 'h2o', and the base is '{base}'; set"):
+        scorer(base=base, per_query=True)
+
+
+def test_only_what_reads_columns_has_the_parameter():
+    for name in ("snapkv", "cake", "tova"):
+        refused(
+            "no parameter 'per_query'", raw={"compress": name, "scorer_params": {"per_query": True}}
+        )
+    refused("must be a bool", raw={"compress": "h2o", "scorer_params": {"per_query": 1}})

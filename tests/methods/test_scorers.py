@@ -1,0 +1,238 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress_kernels.window_scores import window_scores
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.allocators.cake import Cake
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.scorers.accumulated import H2O
+from vllm_kvcompress.methods.scorers.cake import CakeIndicator
+from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
+from vllm_kvcompress.methods.scorers.chance import Random
+from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
+from vllm_kvcompress.methods.scorers.lagkv import LagKV
+from vllm_kvcompress.methods.scorers.position import StreamingLLM
+from vllm_kvcompress.methods.scorers.tova import Tova
+from vllm_kvcompress.methods.scorers.window import SnapKV
+
+prop = settings(derandomize=True, deadline=None, max_examples=60)
+CPU = torch.device("cpu")
+
+
+def columns(total, kv_heads, *, rows=0, variance=None):
+    total = torch.as_tensor(total, dtype=torch.float32)
+    return Columns(
+        num_kv_heads=kv_heads,
+        past=total.shape[1],
+        device=CPU,
+        rows=rows,
+        total=total,
+        variance=None if variance is None else torch.as_tensor(variance, dtype=torch.float32),
+    )
+
+
+def slow_pool(x, kind, kernel):
+    """docs/methods.md 1.5: avg pads with 0 and always divides by the kernel; max pads with -inf."""
+    half, n = kernel // 2, x.shape[1]
+    out = np.empty_like(x)
+    for h in range(len(x)):
+        for j in range(n):
+            near = x[h, max(j - half, 0) : min(j + half + 1, n)]
+            out[h, j] = near.sum() / kernel if kind == "avg" else near.max()
+    return out
+
+
+def slow_group_mean(x, kv_heads):
+    group = len(x) // kv_heads
+    return np.stack([x[g * group : (g + 1) * group].mean(0) for g in range(kv_heads)])
+
+
+def test_names():
+    assert dict(SCORERS) == {
+        "streamingllm": StreamingLLM,
+        "h2o": H2O,
+        "tova": Tova,
+        "snapkv": SnapKV,
+        "cake": CakeIndicator,
+        "caote": Caote,
+        "fastcaote": FastCaote,
+        "keydiff": KeyDiff,
+        "lagkv": LagKV,
+        "random": Random,
+    }
+    window, both = Reads.WINDOW, Reads.WINDOW | Reads.VARIANCE
+    sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
+    nothing, keys = Reads.NOTHING, Reads.KEYS
+    assert [s().reads for s in SCORERS.values()] == [
+        *(nothing, sums, window, window, both, values, values),
+        *(keys, keys | Reads.VALUES, nothing),
+    ]
+
+
+shapes = st.tuples(
+    st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 2), (3, 1), (9, 3)]),
+    st.integers(1, 40),
+    st.sampled_from([1, 3, 5, 7, 9, 21]),
+    st.integers(0, 2**31 - 1),
+)
+
+
+# -- SnapKV -----------------------------------------------------------------------------------
+
+
+@prop
+@given(shapes, st.sampled_from(["avg", "max"]))
+def test_snapkv_equals_the_equation(shape, kind):
+    (heads, kv_heads), past, kernel, seed = shape
+    a = np.random.RandomState(seed).rand(heads, past)
+    got = SnapKV(pooling=kind, kernel=kernel).score(columns(a, kv_heads))
+    want = slow_pool(slow_group_mean(a, kv_heads), kind, kernel)
+    assert got.shape == (kv_heads, past)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_snapkv_reduces_the_group_before_it_pools():
+    a = [[0.0, 0.0, 4.0], [2.0, 0.0, 0.0]]
+    got = SnapKV(kernel=3).score(columns(a, 1))
+    assert got.tolist() == [[1.0, 2.0, 2.0]]  # pooling first would give 1, 3, 2
+
+
+def test_average_divides_by_the_kernel_at_the_edges():
+    got = SnapKV(pooling="avg", kernel=3).score(columns([[3.0, 3.0, 3.0]], 1))
+    assert got.tolist() == [[2.0, 3.0, 2.0]]
+
+
+def test_max_pads_with_minus_infinity():
+    got = SnapKV(pooling="max", kernel=3).score(columns([[-3.0, -5.0, -7.0]], 1))
+    assert got.tolist() == [[-3.0, -3.0, -5.0]]
+
+
+@prop
+@given(shapes)
+def test_max_pooling_makes_exact_plateaus(shape):
+    (heads, kv_heads), past, kernel, seed = shape
+    a = np.random.RandomState(seed).rand(heads, past)
+    plain = SnapKV(kernel=1).score(columns(a, kv_heads))
+    pooled = SnapKV(kernel=kernel).score(columns(a, kv_heads))
+    assert all(torch.isin(p, x).all() for p, x in zip(pooled, plain, strict=True))
+
+
+# -- CAKE -------------------------------------------------------------------------------------
+
+
+def test_cake_hand_check():
+    """docs/methods.md 4.5: the mean alone would rank the columns the other way."""
+    rows = torch.tensor([[[0.1, 0.25], [0.3, 0.25]]])
+    total, variance = rows.sum(1), rows.var(1)
+    got = CakeIndicator(kernel=1).score(columns(total, 1, rows=2, variance=variance))
+    assert got.tolist() == [pytest.approx([4.2, 0.25], rel=1e-6)]
+
+
+@prop
+@given(shapes, st.integers(2, 9), st.sampled_from([0.0, 1.0, 200.0]))
+def test_cake_equals_the_equation(shape, w, gamma):
+    (heads, kv_heads), past, kernel, seed = shape
+    a = np.random.RandomState(seed).rand(heads, w, past)
+    mean = a.mean(1)
+    var = ((a - mean[:, None]) ** 2).sum(1) / (w - 1)
+    pooled = slow_pool(mean + gamma * var, "avg", kernel)  # pool per query head, then the group
+    got = CakeIndicator(gamma=gamma, kernel=kernel).score(
+        columns(a.sum(1), kv_heads, rows=w, variance=var)
+    )
+    assert got.shape == (kv_heads, past)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.numpy(), slow_group_mean(pooled, kv_heads), rtol=1e-4, atol=1e-6)
+
+
+def test_tiny_mha_shape_check():
+    """docs/methods.md 4.5 and 9 (q_scale 1.5, no sink): from queries and keys to the scores."""
+    rs = np.random.RandomState(11)
+    q, k = 1.5 * rs.standard_normal((2, 12, 4)), rs.standard_normal((2, 12, 4))
+    window = torch.from_numpy(q[:, -3:]).float().transpose(0, 1)
+    page = torch.from_numpy(k).float().transpose(1, 2)[None]
+    got = window_scores(window, page, torch.tensor([0]), 12, 4**-0.5, variance=True)
+    assert got.entropy.item() == pytest.approx(9.68691241, rel=1e-5)
+    assert got.shift.item() == pytest.approx(0.0895930078, rel=1e-5)
+
+    entropy, shift = (torch.stack([x, torch.ones(())]) for x in (got.entropy, got.shift))
+    share = Cake(tau1=1.6, tau2=0.4).preferences(entropy, shift).tolist()
+    assert share == pytest.approx([0.00993233021, 1.0], rel=1e-4)
+
+    score = CakeIndicator().score(columns(got.total, 2, rows=3, variance=got.variance))
+    want = [1.27455599, 1.94823446, 2.1232088, 1.54222999]
+    assert score[0, :4].tolist() == pytest.approx(want, rel=1e-5)
+
+
+# -- StreamingLLM -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4, 50])
+@pytest.mark.parametrize("past", [0, 1, 3, 4, 20])
+def test_streamingllm_keeps_sinks_then_the_latest(sinks, past):
+    score = StreamingLLM(sinks=sinks).score(Columns(num_kv_heads=3, past=past, device=CPU))
+    assert score.shape == (3, past)
+    assert score.dtype == torch.float32
+    assert torch.equal(score[0], score[2])
+    for keep in range(past + 1):
+        first = list(range(min(sinks, keep, past)))
+        want = first + list(range(past - (keep - len(first)), past))
+        ranked = sorted(range(past), key=lambda j: (-score[0, j].item(), j))
+        assert sorted(ranked[:keep]) == want
+
+
+def test_streamingllm_orders_long_prompts_exactly():
+    score = StreamingLLM().score(Columns(num_kv_heads=1, past=2**24, device=CPU))[0, -5000:]
+    assert (score.diff() == 1).all()
+
+
+# -- guards -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scorer", [SnapKV(), CakeIndicator()])
+def test_scores_need_the_attention_they_read(scorer):
+    with pytest.raises(ValueError, match="needs the window's attention"):
+        scorer.score(Columns(num_kv_heads=1, past=4, device=CPU))
+
+
+def test_cake_needs_the_variance():
+    with pytest.raises(ValueError, match="variance"):
+        CakeIndicator().score(columns([[0.1, 0.2]], 1, rows=2))
+
+
+@pytest.mark.parametrize("kernel", [0, 2, 4, -1, -3, 3.0, "5"])
+@pytest.mark.parametrize("scorer", [SnapKV, CakeIndicator])
+def test_kernels_are_odd(scorer, kernel):
+    with pytest.raises(ConfigError, match="odd whole number"):
+        scorer(kernel=kernel)
+
+
+@pytest.mark.parametrize("gamma", [-1.0, math.nan, math.inf])
+def test_cake_refuses_gamma(gamma):
+    with pytest.raises(ConfigError, match=r"cake\.gamma must be a finite number >= 0"):
+        CakeIndicator(gamma=gamma)
+
+
+def test_snapkv_refuses_a_pooling():
+    with pytest.raises(ConfigError, match="must be one of"):
+        SnapKV(pooling="mean")
+
+
+@pytest.mark.parametrize("sinks", [-1, 1.5, 4.0])
+def test_streamingllm_refuses_sinks(sinks):
+    with pytest.raises(ConfigError, match="whole number >= 0"):
+        StreamingLLM(sinks=sinks)
+
+
+def test_defaults():
+    """docs/methods.md 4.1, 4.4 and 4.5."""
+    assert (SnapKV().pooling, SnapKV().kernel) == ("max", 7)
+    assert (CakeIndicator().gamma, CakeIndicator().kernel) == (200.0, 5)
+    assert StreamingLLM().sinks == 4

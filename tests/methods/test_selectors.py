@@ -1,0 +1,145 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.methods.selectors import SELECTORS, Chunks, HeavyRecent, TopK
+
+prop = settings(derandomize=True, deadline=None, max_examples=80)
+
+
+def top_k(scores, keep):
+    """`TopK` of one layer."""
+    kept = TopK().select(torch.stack([scores]), scores.shape[1], torch.tensor([keep]), 0, keep)
+    assert kept.dtype == torch.int32
+    return kept[0].long()
+
+
+def sorted_top(row, keep):
+    """docs/methods.md 1.6 by a plain sort; NaN last."""
+
+    def rank(j):
+        return (math.inf if math.isnan(row[j]) else -row[j], j)
+
+    return sorted(sorted(range(len(row)), key=rank)[:keep])
+
+
+def check(rows, keep):
+    got = top_k(torch.tensor(rows, dtype=torch.float32), keep)
+    assert got.shape == (len(rows), keep)
+    # float32 may join values that differ in float64
+    exact = np.asarray(rows, dtype=np.float32).tolist()
+    assert got.tolist() == [sorted_top(row, keep) for row in exact]
+
+
+def test_names():
+    assert dict(SELECTORS) == {"topk": TopK, "chunks": Chunks, "heavy_recent": HeavyRecent}
+
+
+@st.composite
+def tables(draw, value):
+    heads, n = draw(st.integers(1, 4)), draw(st.integers(1, 40))
+    row = st.lists(value, min_size=n, max_size=n)
+    return draw(st.lists(row, min_size=heads, max_size=heads)), draw(st.integers(0, n))
+
+
+@prop
+@given(tables(st.floats(width=32, allow_nan=False)))
+def test_any_scores(case):
+    check(*case)
+
+
+@prop
+@given(tables(st.sampled_from([0.0, -0.0, 1.0, 2.0, 1e-45, -1.0])))
+def test_few_values_make_ties_the_normal_case(case):
+    check(*case)
+
+
+@prop
+@given(tables(st.sampled_from([math.inf, -math.inf, 3.4028234663852886e38, -3.4e38, 0.0])))
+def test_infinities_and_the_largest_numbers(case):
+    check(*case)
+
+
+@prop
+@given(tables(st.sampled_from([math.nan, math.inf, 1.0, 0.0, -3.4028234663852886e38])))
+def test_nan_ranks_last(case):
+    check(*case)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kernel", [3, 7])
+def test_plateaus_of_max_pooling(seed, kernel):
+    x = torch.rand(3, 64, generator=torch.Generator().manual_seed(seed))
+    pooled = torch.nn.functional.max_pool1d(x[None], kernel, stride=1, padding=kernel // 2)[0]
+    for keep in range(65):
+        check(pooled.tolist(), keep)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
+def test_all_equal_keeps_the_first(value):
+    for keep in range(6):
+        assert top_k(torch.full((2, 5), value), keep % 6).tolist() == [list(range(keep))] * 2
+
+
+@prop
+@given(tables(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf])), st.data())
+def test_nested_top_k_is_one_top_k(case, data):
+    """CAKE's theorem 1 for one fixed score vector."""
+    rows, keep = case
+    wider = data.draw(st.integers(keep, len(rows[0])))
+    for row in rows:
+        scores = torch.tensor([row])
+        first = top_k(scores, wider)[0]
+        second = first[top_k(scores[:, first], keep)[0]]
+        assert second.tolist() == top_k(scores, keep)[0].tolist()
+
+
+@prop
+@given(tables(st.sampled_from([0.0, 1.0, 2.0])))
+def test_heads_do_not_see_each_other(case):
+    rows, keep = case
+    scores = torch.tensor(rows)
+    assert top_k(scores, keep).tolist() == [top_k(s[None], keep)[0].tolist() for s in scores]
+
+
+def test_scores_are_left_alone():
+    scores = torch.tensor([[math.nan, 1.0, math.inf, -math.inf]])
+    before = scores.clone()
+    top_k(scores, 2)
+    assert torch.equal(scores.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+def test_strided_and_expanded_scores():
+    scores = torch.arange(24.0).view(6, 4).T[:, ::2]
+    assert top_k(scores, 1).tolist() == [[2]] * 4
+    assert top_k(torch.tensor([[1.0, 3.0, 3.0]]).expand(2, -1), 1).tolist() == [[1], [1]]
+
+
+def test_no_columns():
+    assert top_k(torch.empty(2, 0), 0).shape == (2, 0)
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(-1, []), (4, [0, 1, 2])])
+@pytest.mark.parametrize("selector", [TopK(), Chunks(), HeavyRecent()])
+def test_keep_is_clamped(selector, keep, expected):
+    """It is read on the device, where nothing can be raised."""
+    got = selector.select(torch.zeros(1, 1, 3), 3, torch.tensor([keep]), 0, 5)
+    assert got.tolist() == [[[*expected, *[-1] * (5 - len(expected))]]]
+
+
+@pytest.mark.parametrize("selector", [TopK(), TopK(shared=True), Chunks(size=3), HeavyRecent()])
+def test_layers_are_as_if_alone(selector):
+    """Each keeps what is its own; what lies behind the past tokens has no say."""
+    scores = torch.randint(0, 5, (4, 2, 48)).float()
+    scores[..., 41:] = torch.inf
+    keep = [7, 0, 41, 20]
+    got = selector.select(scores, 41, torch.tensor(keep), 3, 41)
+    for layer, n in enumerate(keep):
+        row = scores[layer : layer + 1, :, :41].contiguous()
+        want = selector.select(row, 41, torch.tensor([n]), 3, n)
+        assert torch.equal(got[layer, :, :n], want[0])
+        assert (got[layer, :, n:] == -1).all()

@@ -1,0 +1,1 @@
+"""What `kvcompress doctor` asks, draws and tells, without vLLM."""

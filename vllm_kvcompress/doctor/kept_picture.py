@@ -1,0 +1,100 @@
+"""Where a prompt's kept tokens lie, as a picture: a row per layer. Needs matplotlib."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm_kvcompress.doctor.kept import KeptMap
+from vllm_kvcompress.errors import ConfigError
+
+_INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
+_SHADES = ("#f5f7fa", "#c6dbef", "#6baed6", "#2171b5", "#08306b")
+_WIDTH_IN, _ROW_IN, _LEAST_IN, _AROUND_IN = 11.0, 0.13, 1.6, 2.1
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError, with what to install, where no picture can be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "a picture needs matplotlib; run pip install matplotlib, or pip install '.[pictures]'"
+            " in the plugin's source folder, or leave --picture out for the text alone"
+        )
+
+
+def save_picture(kept_map: KeptMap, path: Path) -> None:
+    """Draw `kept_map` to a PNG file.
+
+    Left, the share of KV heads that keep each part of the prompt; right, in the same rows, how many
+    tokens each layer keeps.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    rows = max(_LEAST_IN, _ROW_IN * kept_map.layers)
+    height = rows + _AROUND_IN
+    figure = Figure(figsize=(_WIDTH_IN, height), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    bottom, left, where, gap, bars = 0.62 / height, 0.062, 0.65, 0.034, 0.228
+    heat = figure.add_axes((left, bottom, where, rows / height))
+    kept = figure.add_axes((left + where + gap, bottom, bars, rows / height), sharey=heat)
+
+    shades = LinearSegmentedColormap.from_list("kept", _SHADES)
+    image = heat.imshow(
+        kept_map.share,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=shades,
+        vmin=0,
+        vmax=1,
+        extent=(0, kept_map.prompt_tokens, kept_map.layers - 0.5, -0.5),
+    )
+    heat.set_xlabel("position in the prompt (tokens)")
+    heat.set_ylabel("layer")
+    marks = range(0, kept_map.layers, -(-kept_map.layers // max(round(rows / 0.3), 1)))
+    heat.set_yticks(marks, [str(kept_map.names[mark]) for mark in marks])
+    kept.barh(range(kept_map.layers), kept_map.kept_tokens, height=0.78, color=_SHADES[3])
+    kept.axvline(kept_map.mean, color=_INK, linewidth=0.9, linestyle=(0, (3, 2)))
+    kept.set_xlim(0, max(kept_map.kept_tokens) * 1.12)
+    kept.set_xlabel("tokens kept (per KV head)")
+    kept.tick_params(axis="y", left=False, labelleft=False)
+    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
+    for axes in (heat, kept):
+        axes.xaxis.set_major_formatter(thousands)
+        axes.tick_params(labelsize=8, colors=_QUIET, length=3)
+        axes.xaxis.label.set(size=9, color=_INK)
+        axes.yaxis.label.set(size=9, color=_INK)
+        for name, spine in axes.spines.items():
+            spine.set_visible(name == "bottom" or axes is heat)
+            spine.set(color=_RULE, linewidth=0.8)
+    kept.xaxis.set_major_locator(MaxNLocator(nbins=4))
+
+    def inches_from_top(inches: float) -> float:
+        return 1 - inches / height
+
+    figure.text(
+        left, inches_from_top(0.36), f"Kept tokens: {kept_map.title}", size=13, weight="bold",
+        color=_INK,
+    )  # fmt: skip
+    figure.text(left, inches_from_top(0.62), kept_map.summary, size=9.5, color=_QUIET)
+    scale = figure.add_axes((left, inches_from_top(1.04), 0.16, 0.1 / height))
+    bar = figure.colorbar(image, cax=scale, orientation="horizontal", ticks=[0, 0.5, 1])
+    bar.ax.set_xticklabels(["0 %", "50 %", "100 %"])
+    bar.ax.tick_params(labelsize=7.5, colors=_QUIET, length=2)
+    bar.outline.set(edgecolor=_RULE, linewidth=0.8)
+    figure.text(
+        left + 0.175, inches_from_top(1.03), f"of a layer's {kept_map.kv_heads} KV heads keep it",
+        size=8.5, color=_QUIET,
+    )  # fmt: skip
+    kept.annotate(
+        f"mean {kept_map.mean:,.0f}", xy=(kept_map.mean, 1), xycoords=("data", "axes fraction"),
+        xytext=(0, 4), textcoords="offset points", ha="center", size=8, color=_INK,
+    )  # fmt: skip
+    try:
+        figure.savefig(path, format="png")
+    except OSError as e:
+        raise ConfigError(f"--picture {path} cannot be written ({e})") from None

@@ -1,0 +1,101 @@
+"""How long a prompt must be for compression to be seen at work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.growth import Growth
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.settings.config import CompressionConfig
+
+ANSWER = 24
+"""Tokens of the answer during which blocks are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What decides whether a prompt is compressed.
+
+    Args:
+        settings: what compresses it.
+        layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        longest: tokens that a prompt and its answer may have together.
+        asks: extra arguments by which the prompt's request asks for `settings`; none where it
+            gets them anyway.
+    """
+
+    settings: CompressionConfig
+    layers: int
+    block_size: int
+    longest: int
+    asks: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answer(self) -> int:
+        """Tokens to ask for: where answers are bounded, so many that one may be packed again."""
+        least = max(ANSWER, self.settings.min_output)
+        if self.settings.decode_budget is None:
+            return least
+        # from the start of the prompt's last block to the end of one, and a step that reads it
+        return max(least, self.settings.decode_interval + self.block_size + 2)
+
+    def plan(self, tokens: int) -> PagePlan | None:
+        """What becomes of a prompt of `tokens`; None when it is left whole."""
+        return self.settings.page_plan(self.layers, tokens, self.block_size)
+
+    def shortest(self, at_least: int = 0) -> int:
+        """The length of a prompt that is compressed and gives back blocks, with half a block over.
+
+        Long enough that layers keep a page each on average, if `longest` allows that.
+
+        Raises:
+            ConfigError: there is none up to `longest`.
+        """
+        block, first_compressed = self.block_size, 0
+        least = max(self.settings.min_prompt, 8 * block, at_least)
+        last = self.longest - self.answer
+        for tokens in range(-(-least // block) * block + block // 2, last + 1, block):
+            plan = self.plan(tokens)
+            if plan is None or plan.blocks >= plan.full_blocks:
+                continue
+            first_compressed = first_compressed or tokens
+            if plan.pages >= self.layers:
+                return tokens
+        if first_compressed:
+            return first_compressed
+        raise ConfigError(
+            f"no prompt of {least} to {last} tokens gives back a block of {block} with --kv-budget"
+            f" {self.settings.budget} and --kv-min-prompt {self.settings.min_prompt}; lower one of"
+            " them, or raise --max-model-len"
+        )
+
+    def blocks_held(self, plan: PagePlan, computed: int) -> int:
+        """Blocks that a compressed request holds once `computed` of its tokens are."""
+        pages, first_block, _ = self._after(plan, computed)
+        return -(-pages // self.layers) + -(-computed // self.block_size) - first_block
+
+    def times_repacked(self, plan: PagePlan) -> int:
+        """How often the answer is packed again."""
+        return self._after(plan, plan.tokens + self.answer)[2]
+
+    def _after(self, plan: PagePlan, computed: int) -> tuple[int, int, int]:
+        """Pages that are packed by then, the first block that is not, and how often it was."""
+        if self.settings.decode_budget is None:
+            return plan.pages, plan.full_blocks, 0
+        growth = Growth(
+            settings=self.settings,
+            num_layers=self.layers,
+            block_size=self.block_size,
+            prefilled=plan.tokens,
+            last=plan.tokens + self.answer,
+        )
+        growth.prefill_packed(plan)
+        times = 0
+        for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
+            again = growth.plan(blocks * self.block_size)
+            if again is not None:
+                growth.packed(again, blocks)
+                times += 1
+        return growth.pages, growth.first_block, times

@@ -1,0 +1,63 @@
+"""Budgets in proportion to each layer's preference for a large cache."""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budgets import apportion
+from vllm_kvcompress.methods.prompt import LayerStats, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cake:
+    """CAKE (Qin et al. 2025, arXiv:2503.12491, eq. 5 to 8): entropy and shift of attention.
+
+    ``P_l = H_l ** (1 / tau1) * V_l ** (1 / tau2)``, budgets proportional to it. Combined in logs,
+    float64, with the maximum subtracted: with tau2 = 0.4 raw values span many decades. The
+    authors' code truncates and spreads the rest evenly, and loses tokens when a layer is full;
+    here the total is exact and full layers leave their share to the others in proportion.
+
+    Args:
+        tau1: temperature of the entropy, > 0. The paper searched 0.2 to 2; 1 is neutral.
+        tau2: temperature of the shift, > 0. The paper searched 0.4 to 3; 1 is neutral.
+    """
+
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
+    exact_ratio: ClassVar[bool] = False
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
+            if not (tau > 0 and math.isfinite(tau)):
+                raise ConfigError(
+                    f"cake.{name} must be a finite number > 0, got {tau}; 1 is neutral"
+                )
+
+    def preferences(self, entropy: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """``[N]`` float64: ``P_l`` divided by the largest; 0 where H or V is 0."""
+        h, v = entropy.double(), shift.double()
+        logs = h.log() / self.tau1 + v.log() / self.tau2
+        logs = logs.where((h > 0) & (v > 0), -math.inf)
+        return (logs - logs.amax().clamp(min=-sys.float_info.max)).exp()
+
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
+        entropy, shift = _figures(stats, prompt.num_layers)
+        caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)
+        return apportion(self.preferences(entropy, shift), prompt.past_total, caps)
+
+
+def _figures(stats: LayerStats | None, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and V ``[N]`` of each layer."""
+    entropy, shift = (None, None) if stats is None else (stats.entropy, stats.shift)
+    if entropy is None or shift is None or not len(entropy) == len(shift) == layers:
+        got = "none" if entropy is None else len(entropy)
+        raise ValueError(f"cake needs the statistics of {layers} layers, got {got}")
+    return entropy, shift

@@ -1,0 +1,47 @@
+"""Budgets that fall from the first layer to the last."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budgets import apportion
+from vllm_kvcompress.methods.prompt import LayerStats, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pyramid:
+    """PyramidKV (Cai et al. 2024, arXiv:2406.02069): budgets fall linearly over the N layers.
+
+    ``x_l = hi - l * (hi - lo) / (N - 1)``, ``lo = base / beta``, ``hi = 2 * base - lo``;
+    with P past tokens, if ``hi > P``: ``hi = P``, ``lo = 2 * base - P``.
+    The authors' code floors `lo` and the step, and so overspends: +375 tokens at N=30,
+    base=120. Here x is rounded once and the sum is exact.
+
+    Args:
+        beta: steepness, finite and > 1 (20 in the authors' code); larger starves the last layers
+            more.
+    """
+
+    reads: ClassVar[Reads] = Reads.NOTHING
+    exact_ratio: ClassVar[bool] = False
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not (self.beta > 1 and math.isfinite(self.beta)):
+            raise ConfigError(
+                f"pyramid.beta must be > 1 and finite, got {self.beta}; 20 is usual, and"
+                " 'uniform' is the flat pyramid"
+            )
+
+    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+        """``[N]`` int64 on the CPU, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
+        n, past, base = prompt.num_layers, prompt.past, min(prompt.base, prompt.past)
+        hi = min(2 * base - base / self.beta, past) if n > 1 else base
+        step = 2 * (hi - base) / max(n - 1, 1)
+        line = hi - step * torch.arange(n, dtype=torch.float64)
+        return apportion(line, n * base, torch.full((n,), past))

@@ -1,0 +1,101 @@
+"""How many pages and blocks a compressed prompt keeps: lengths alone decide it."""
+
+from dataclasses import dataclass
+
+from vllm_kvcompress.methods.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """How many pages and blocks a compressed prompt keeps: lengths alone decide it.
+
+    A page is one layer's share of a block. The tail, the tokens after the last full block, stays
+    where it is.
+
+    Args:
+        num_layers: layers L.
+        tokens: prompt length S.
+        block_size: tokens in a block.
+        window: observation window w.
+        budget: mean tokens per layer B, window included.
+        pages: pages kept over all layers, P.
+        total: as in `Prompt`.
+    """
+
+    num_layers: int
+    tokens: int
+    block_size: int
+    window: int
+    budget: int
+    pages: int
+    total: int | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(
+            num_layers=self.num_layers,
+            tokens=self.tokens,
+            window=self.window,
+            budget=self.budget,
+            total=self.total,
+        )
+
+    @property
+    def full_blocks(self) -> int:
+        """Full blocks of the prompt, F."""
+        return self.tokens // self.block_size
+
+    @property
+    def tail(self) -> int:
+        """Tokens after the last full block."""
+        return self.tokens % self.block_size
+
+    @property
+    def floor_pages(self) -> int:
+        """Pages that every layer needs, m: for the window before the tail, or one token."""
+        return _floor_pages(self.window, self.tail, self.block_size)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a layer has at most, however they are divided."""
+        return min(self.full_blocks, self.pages - (self.num_layers - 1) * self.floor_pages)
+
+    @property
+    def blocks(self) -> int:
+        """vLLM blocks that hold the pages, K."""
+        return -(-self.pages // self.num_layers)
+
+
+def _floor_pages(window: int, tail: int, block_size: int) -> int:
+    return -(-max(max(window, 1) - tail, 0) // block_size)
+
+
+def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
+    """Pages over all layers that a budget pays for, P, where `tail` tokens lie behind them."""
+    layers = prompt.num_layers
+    kept = prompt.kept if block_size == 1 else layers * prompt.budget
+    floor = _floor_pages(prompt.window, tail, block_size)
+    return max((kept - layers * tail) // block_size, layers * floor)
+
+
+def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
+    """The plan for a prompt, or None when nothing would be removed.
+
+    ``P = floor(L * (B - t) / block_size)``; at least the window's pages, or one where nothing
+    else would be left, and at most all pages. Pages of one token hold `prompt.kept` exactly.
+    """
+    layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
+    if prompt.tokens <= prompt.budget or full == 0:
+        return None
+    pages = min(pages_kept(prompt, tail, block_size), layers * full)
+    if pages == layers * full:
+        return None
+    return PagePlan(
+        num_layers=layers,
+        tokens=prompt.tokens,
+        block_size=block_size,
+        window=prompt.window,
+        budget=prompt.budget,
+        pages=pages,
+        total=prompt.total,
+    )

@@ -1,0 +1,43 @@
+"""Rank by how much the window attends to a token and by how much that changes."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.scorers import pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CakeIndicator:
+    """CAKE's eviction indicator (Qin et al. 2025, arXiv:2503.12491, eq. 9): mean + gamma * Var.
+
+    ``score[g] = mean_{h in g} avgpool(m[h] + gamma * r[h])`` with the sample variance (ddof 1), in
+    float32; the authors' code works in the model's dtype, where small variances flush to zero.
+
+    Args:
+        gamma: weight of the variance, >= 0 (200 in the paper).
+        kernel: average pooling width in tokens, odd.
+    """
+
+    reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
+
+    gamma: float = 200.0
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        if not (self.gamma >= 0 and math.isfinite(self.gamma)):
+            raise ConfigError(f"cake.gamma must be a finite number >= 0, got {self.gamma}")
+        pooling.check("cake", "avg", self.kernel)
+
+    def score(self, columns: Columns) -> torch.Tensor:
+        """``[Hkv, P]`` float32."""
+        if columns.total is None or columns.variance is None:
+            raise ValueError("cake needs the window's attention and its variance; got none")
+        indicator = columns.total / columns.rows + self.gamma * columns.variance
+        grouped = pooling.group_mean(indicator, columns.num_kv_heads)
+        return pooling.pool(grouped, "avg", self.kernel)

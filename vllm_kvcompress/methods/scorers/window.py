@@ -1,0 +1,63 @@
+"""Rank by the attention of the last queries."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvcompress_kernels.value_norms import value_norms
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.scorers import aggregates, pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapKV:
+    """SnapKV (Li et al. 2024, arXiv:2404.14469): attention summed over the window, then pooled.
+
+    ``score[g] = pool(mean_{h in g} sum_i A[h, i])``: the mean over the KV head's query heads comes
+    before the pooling. The authors' code stores and selects per query head instead, at G times
+    the memory.
+
+    Args:
+        pooling: "max" (the authors' benchmark settings) or "avg".
+        kernel: pooling width in tokens, odd.
+        aggregate: over the window's rows and the KV head's query heads: "mean", or "max" or
+            "defensive", which are not SnapKV's (`aggregates`). The last is not pooled again.
+        value_norm: multiply the scores by ``|v_j|_1`` over its sum over the KV head's past, which
+            is not SnapKV's either: DefensiveKV does it (Feng et al. 2025, arXiv:2510.13334).
+    """
+
+    pooling: str = "max"
+    kernel: int = 7
+    aggregate: str = "mean"
+    value_norm: bool = False
+
+    def __post_init__(self) -> None:
+        pooling.check("snapkv", self.pooling, self.kernel)
+        aggregates.check("snapkv", self.aggregate)
+
+    @property
+    def reads(self) -> Reads:
+        values = Reads.VALUES if self.value_norm else Reads.NOTHING
+        return aggregates.AGGREGATES[self.aggregate] | values
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        return aggregates.unused(self.aggregate)
+
+    def score(self, columns: Columns) -> torch.Tensor:
+        """``[Hkv, P]`` float32."""
+        lines, kind, kernel = columns.num_kv_heads, self.pooling, self.kernel
+        scores = aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
+        return scores * self._value_shares(columns) if self.value_norm else scores
+
+    @staticmethod
+    def _value_shares(columns: Columns) -> torch.Tensor:
+        """``[Hkv, P]`` float32, rows of sum 1; 0 where all values of a KV head are."""
+        values = columns.values
+        if values is None:
+            raise ValueError("snapkv with value_norm needs the cached values; got none")
+        norms = value_norms(values.value_pages, values.pages, values.tokens)[:, : columns.past]
+        total = norms.sum(-1, keepdim=True, dtype=torch.float64).float()
+        return norms / total.clamp_min(torch.finfo(total.dtype).tiny)

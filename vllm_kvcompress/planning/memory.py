@@ -1,0 +1,252 @@
+"""Device memory that compression takes beside the KV cache: arithmetic on plain figures."""
+
+from dataclasses import dataclass
+
+from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.planning.layer_groups import LayerGroups
+from vllm_kvcompress.repacking import adds_up, keeps_sums, merges, ring_window
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import largest_budgets
+
+_INT = _FLOAT = 4
+_ALIGNED = 16
+"""Rows of int32 are padded to a multiple of this: each layer's starts at 64 bytes."""
+_PREFILLS = 16
+"""Prompts that keep window queries at once; those beyond live off the activations."""
+_ADDED = 4
+"""Answers whose queries since the last time are gathered at once."""
+_STAGED_SHARE = 8
+"""Answers that are packed together wait in a buffer of one longest prompt's pages over this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the memory of one rank depends on.
+
+    Args:
+        layers: L, those that are compressed.
+        heads, kv_heads: query and KV heads on this rank. `head_dim`: of each.
+        itemsize: bytes of an element of what the model computes, its queries for one.
+        stored: bytes of an element of a cached key; None for `itemsize`.
+        longest: tokens of the longest sequence.
+        block_size: tokens in a block.
+        max_requests: requests that may be compressed at once.
+        captured: rows of the largest CUDA graph, 0 without graphs.
+        groups: all layers of the model; None where L are all.
+        in_flight: tokens of all requests that are computed at once.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    longest: int
+    block_size: int
+    max_requests: int
+    captured: int = 0
+    stored: int | None = None
+    groups: LayerGroups | None = None
+    in_flight: int = 1
+
+    @property
+    def cached(self) -> int:
+        """Bytes of an element of a cached key."""
+        return self.itemsize if self.stored is None else self.stored
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest batch, those that pad a CUDA graph included."""
+        return _aligned(max(self.max_requests, self.captured))
+
+    @property
+    def blocks(self) -> int:
+        """Columns of a block table of the longest sequence."""
+        return _aligned(-(-self.longest // self.block_size))
+
+    def windowed_blocks(self, tokens: int, in_flight: int = 1) -> int:
+        """Blocks that the windowed layers of a request of so many tokens take at most."""
+        if self.groups is None:
+            return 0
+        return self.groups.windowed_blocks(tokens, in_flight, self.block_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of its tokens in all layers of a group."""
+        page = 2 * self.kv_heads * self.head_dim * self.cached * self.block_size
+        return (self.layers if self.groups is None else self.groups.size) * page
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def layers_at_once(longest: int, tokens: int) -> int:
+    """Layers of a prompt of `tokens` that are scored together.
+
+    Their maps ``[Hq, S]`` take no more than those of one layer of the longest prompt, which is what
+    `extra_bytes` sets aside. Short prompts, whose kernels are done before the next one could be
+    launched, share their launches.
+    """
+    return max(longest // tokens, 1)
+
+
+def answers_at_once(plan: PagePlan, longest: int) -> int:
+    """Answers of one `plan` that are packed again together.
+
+    Their scores take no more than those of one longest prompt, and what they keep waits in a buffer
+    of an eighth of its pages, or of one answer's.
+    """
+    room = plan.num_layers * longest // (_STAGED_SHARE * plan.block_size)
+    return max(min(longest // plan.tokens, room // plan.pages), 1)
+
+
+def additions_at_once(most: int, longest: int) -> int:
+    """Answers whose latest attention is added up together, the longest of `most` tokens.
+
+    Their queries are gathered, so they are few; what else they take is as in `answers_at_once`.
+    """
+    return max(min(longest // most, _ADDED), 1)
+
+
+def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None) -> int:
+    """Columns of every layer's table: the blocks of the longest sequence, or fewer.
+
+    With `max_whole` a sequence may be longer than the pool, of which no request holds more than
+    all `blocks`. A layer sees its own packed pages there, in place of the blocks that hold those
+    of all layers: as many where layers share evenly. Elsewhere one layer may have what the others
+    can spare, so that a budget in tokens bounds it, and one in shares rarely does.
+
+    Args:
+        blocks: in the pool, at most; None where that is not known.
+    """
+    if blocks is None or settings.max_whole is None:
+        return sizes.blocks
+    uneven = max(_uneven(sizes, settings, variant) for variant in settings.variants)
+    return min(sizes.blocks, _aligned(blocks + uneven))
+
+
+def _uneven(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
+    """Packed pages that one layer may have beyond the blocks that hold all layers'."""
+    if isinstance(method_of(variant).allocator, Uniform):
+        return 0
+    # a shorter prompt's tail may leave each layer one more
+    pages = _most_pages(sizes, settings, variant) + sizes.layers
+    if settings.decode_budget is not None:
+        answer = max(settings.decode_budget, variant.resolved_decode_window)
+        pages = max(pages, sizes.layers * -(-answer // sizes.block_size))
+    return pages - -(-pages // sizes.layers)
+
+
+def table_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
+    """Packed pages per request slot and tables per row, ``[L, columns]`` int32 each."""
+    rows = sizes.max_requests + 1 + sizes.rows
+    return rows * sizes.layers * table_columns(sizes, settings, blocks) * _INT
+
+
+def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = None) -> int:
+    """Bytes on one rank, at most: the page pool's tables, and one longest prompt's compression.
+
+    One prompt of the longest length, since prompts are packed one after the other: float32
+    scores ``[L, Hkv, S]``, once per layer and once stacked, int32 positions of the same size, what
+    one layer's attention is reduced to (four maps ``[Hq, S]``, and a fifth where the method reads
+    a maximum), column sums ``[L, Hq, S]`` where
+    the method reads them, and the staging buffer of a prompt that is packed in place (one KV
+    head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
+    ``[L, w, Hq, D]`` of several prompts, and once more as the layers that are scored together
+    stack them. Where answers are bounded, the ring of their last queries. Where requests may
+    choose their method, the most that any of these methods takes at the largest budget that they
+    may ask for.
+
+    Args:
+        blocks: in the pool, at most; None where that is not known.
+    """
+    layers, dim = sizes.layers, sizes.head_dim
+    # no layer holds more at once
+    columns = table_columns(sizes, settings, blocks)
+    longest = min(sizes.longest, columns * sizes.block_size)
+    scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
+    variants = settings.variants
+    every_read = [method_of(variant).reads for variant in variants]
+    maximum = any(Reads.MAXIMUM in reads for reads in every_read)
+    maps = (4 + maximum) * sizes.heads * longest * _FLOAT
+    window = max(variant.resolved_window for variant in variants)
+    queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
+    sums = layers * sizes.heads * longest * _FLOAT
+    if not any(Reads.COLUMN_SUMS in reads for reads in every_read):
+        sums = 0
+    own = scores + maps + queries + sums + _staged(sizes, settings, longest, blocks)
+    return table_bytes(sizes, settings, blocks) + own + ring_bytes(sizes, settings)
+
+
+def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Bytes of the last queries ``[L, w, Hq, D]`` of every request whose answer is bounded.
+
+    And of those that are gathered at once, where an interval's attention is added up.
+    What packing answers takes is within what one longest prompt's takes, but for the buffer that
+    `extra_bytes` counts: as many are packed together as fit there (`answers_at_once`).
+    """
+    row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
+    gathered = _ADDED if any(adds_up(variant) for variant in settings.variants) else 0
+    return (sizes.max_requests + 1 + gathered) * ring_window(settings) * row
+
+
+def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Bytes beside every block: a float32 per KV head and token, and where it is (`AttentionSums`).
+
+    0 unless a method that ranks by the attention of all rows packs something more than once.
+    """
+    if not any(keeps_sums(variant) for variant in settings.variants):
+        return 0
+    return sizes.layers * sizes.kv_heads * (sizes.block_size * _FLOAT + _INT)
+
+
+def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
+    """Bytes of those `available` that the KV cache does not get: `extra_bytes`, and its share."""
+    blocks = available // sizes.block_bytes or None
+    extra, each = extra_bytes(sizes, settings, blocks), sums_per_block(sizes, settings)
+    left = max(available - extra, 0)
+    return extra + -(-left * each // (sizes.block_bytes + each))
+
+
+def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None) -> int:
+    """What waits to be moved in place: at most all of the pool, as far as that is known."""
+    block = sizes.block_size
+    head_page = block * 2 * sizes.head_dim * sizes.cached
+    # float32 keys and values of one layer, as they are and as pages
+    merged = 2 * sizes.kv_heads * longest * 2 * sizes.head_dim * _FLOAT
+    largest = 0
+    for variant in settings.variants:
+        pages = _most_pages(sizes, settings, variant)
+        staged = min(pages, sizes.layers * (blocks or pages)) * head_page
+        largest = max(largest, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
+    if settings.decode_budget is not None:
+        one = sizes.layers * max(-(-settings.decode_budget // block), 1)
+        together = sizes.layers * longest // (_STAGED_SHARE * block)
+        staged = max(one, together) * head_page
+        if any(merges(variant) for variant in settings.variants):
+            staged = staged * sizes.kv_heads + merged
+        largest = max(largest, staged)
+    return largest
+
+
+def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
+    """Pages that the longest prompt keeps at most, at the largest budget a request may ask for."""
+
+    def pages(budget: float | int, otherwise: int) -> int:
+        if isinstance(budget, int) and budget <= variant.resolved_window:
+            # The method refuses a budget that its window fills.
+            return 0
+        prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
+        plan = page_plan(prompt, sizes.block_size)
+        return otherwise if plan is None else plan.pages
+
+    budgets = largest_budgets(settings, variant.compress)
+    every = sizes.layers * (sizes.longest // sizes.block_size)
+    page_counts = [pages(budget, 0) for budget in budgets.granted]
+    # where a budget keeps everything, one a little below it compresses
+    page_counts += [pages(budget, every) for budget in budgets.named]
+    return max(page_counts, default=0)

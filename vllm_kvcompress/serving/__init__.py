@@ -1,0 +1,1 @@
+"""A server started, asked and measured over HTTP, as a client would."""

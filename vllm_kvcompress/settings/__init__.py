@@ -1,0 +1,1 @@
+"""What users may set: flags, keys, what a request may ask for."""

@@ -1,0 +1,401 @@
+"""Every setting, with its unit, default and check."""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.allocators import ALLOCATORS
+from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, choose, closest
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.presets import (
+    CAOTES,
+    CUSTOM,
+    METHODS,
+    PRESETS,
+    Merge,
+    Params,
+    Preset,
+    refuse_nonsense,
+    usual_window,
+)
+from vllm_kvcompress.methods.prompt import Prompt
+from vllm_kvcompress.methods.published import published
+from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.selectors import SELECTORS
+from vllm_kvcompress.settings.decode import USUAL_WINDOW, DecodeSettings
+from vllm_kvcompress.settings.parsing import (
+    Alias,
+    Bounds,
+    parse_aliases,
+    parse_bounds,
+    parse_budget,
+    parse_merge,
+    parse_methods,
+    plain,
+)
+from vllm_kvcompress.settings.pieces import PieceSettings
+
+MAX_WINDOW = 1024
+_OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
+_OF_THE_ENGINE |= {*DecodeSettings.model_fields, *PieceSettings.model_fields}
+_FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
+
+
+class CompressionConfig(DecodeSettings, PieceSettings):
+    """Settings of one engine, frozen and hashable.
+
+    On the command line ``--kv-compress``, ``--kv-budget``, ``--kv-window`` and
+    ``--kv-min-prompt``; every field through ``--kv-compress-config JSON`` or
+    ``additional_config={"kvcompress": {...}}``. Use `parse`: it says in one sentence what is wrong.
+    """
+
+    compress: str = "off"
+    """Preset: off, a name in PRESETS, or custom: `allocator`, `scorer` and `selector` alone."""
+    budget: float | int = 0.2
+    """Ratio of the prompt in (0, 1], or a whole number of tokens per layer; window included."""
+    window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
+    """Observation window in tokens, always kept; None takes the preset's."""
+    min_prompt: int = Field(default=1024, ge=0)
+    """Prompts shorter than this, in tokens, are left whole."""
+    min_output: int = Field(default=2, ge=2)
+    """Requests for fewer tokens than this are left whole; with one token nobody would read it."""
+    pressure: float = Field(default=0.0, ge=0, le=1)
+    """Share of the pool in use, the prompt included, under which it is left whole."""
+    allow_override: tuple[str, ...] = ()
+    """Methods that a request may ask for instead, off among them if it may; "all" of them."""
+    budget_bounds: tuple[Bounds, ...] = ()
+    """Least and most that a request may ask for: of ratios, of tokens or of both."""
+    alias: tuple[Alias, ...] = ()
+    """Further names of the model and what they stand for: ``{"llama@kv0.2": "cake:0.2"}``."""
+    usage: bool = False
+    """Say in the usage of a compressed answer what was kept."""
+    allocator: str | None = None
+    """How much each layer keeps; None takes the preset's."""
+    scorer: str | None = None
+    """Which tokens matter; None takes the preset's."""
+    base: str | None = None
+    """What caote and fastcaote take their weights from: snapkv, tova or h2o."""
+    selector: str | None = None
+    """From scores to positions; None takes the preset's."""
+    merge: Merge | None = None
+    """Fold evicted tokens into their nearest kept ones (D2O), or their "values" alone, which
+    leaves keys as they are; None takes the preset's."""
+    allocator_params: Params = ()
+    """Parameters of the allocator, as an object: ``{"beta": 10}``."""
+    scorer_params: Params = ()
+    """Parameters of the scorer, as an object: ``{"kernel": 5}``."""
+    selector_params: Params = ()
+    """Parameters of the selector, as an object: ``{"size": 20}``."""
+    model: str | None = None
+    """Model whose published parameters are used where none are given; an engine fills it in."""
+    log_requests: bool = False
+    """Log one line per compressed request: tokens before and after, and per layer."""
+
+    # -- checks -------------------------------------------------------------------------------
+
+    @field_validator("compress", mode="before")
+    @classmethod
+    def _known_method(cls, value: Any) -> str:
+        # YAML reads a bare off as False.
+        name = "off" if value is False else str(value)
+        choose("compress", dict.fromkeys(METHODS), name)
+        return name
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _budget(cls, value: Any) -> float | int:
+        return parse_budget(value)
+
+    @field_validator("window", "min_prompt", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ConfigError(f"must be a whole number of tokens, got {value!r}")
+        return value
+
+    @field_validator("min_output", "pressure", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ConfigError(f"must be a number, got {value!r}")
+        return value
+
+    @field_validator("allow_override", mode="before")
+    @classmethod
+    def _methods(cls, value: Any) -> tuple[str, ...]:
+        return parse_methods(value)
+
+    @field_validator("budget_bounds", mode="before")
+    @classmethod
+    def _bounds(cls, value: Any) -> tuple[Bounds, ...]:
+        return parse_bounds(value)
+
+    @field_validator("merge", mode="before")
+    @classmethod
+    def _merge(cls, value: Any) -> Merge | None:
+        return parse_merge(value)
+
+    @field_validator("alias", mode="before")
+    @classmethod
+    def _aliases(cls, value: Any) -> tuple[Alias, ...]:
+        return parse_aliases(value)
+
+    @field_validator("allocator_params", "scorer_params", "selector_params", mode="before")
+    @classmethod
+    def _sorted_items(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            items = ((str(key), plain(item)) for key, item in value.items())
+            return tuple(sorted(items, key=lambda item: item[0]))
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompressionConfig":
+        if self.budget_bounds and not self.allow_override:
+            raise ConfigError(
+                "budget_bounds says what requests may ask for, and they may ask for nothing; add"
+                " allow_override (--kv-allow-override all), or remove budget_bounds"
+            )
+        for name in self.allow_override:
+            try:
+                self.variant(name)
+            except ConfigError as e:
+                raise ConfigError(f"allow_override={name!r}: {e}") from None
+        for alias in self.alias:
+            try:
+                self.granted(alias)
+            except ConfigError as e:
+                raise ConfigError(f"alias {alias.name!r}: {e}") from None
+        if not self.enabled:
+            return self
+        parts, window = self.parts, self.resolved_window
+        if self.base is not None and parts.scorer not in CAOTES:
+            raise ConfigError(
+                f"base={self.base!r} is for the scorers {sorted(CAOTES)}, and the scorer is"
+                f" {parts.scorer!r}; remove base, or set scorer to caote"
+            )
+        if self.base is not None and dict(self.scorer_params).get("base", self.base) != self.base:
+            raise ConfigError(
+                f"base is given twice, {self.base!r} and in scorer_params"
+                f" {dict(self.scorer_params)['base']!r}; remove one"
+            )
+        allocator, scorer, _ = self.build_allocator(), self.build_scorer(), self.build_selector()
+        refuse_nonsense(parts)
+        reads = allocator.reads | scorer.reads
+        if window < 1 and Reads.WINDOW in scorer.reads:
+            raise ConfigError(
+                f"scorer {self.parts.scorer!r} reads the attention of a window;"
+                f" set window to at least 1, got {window}"
+            )
+        if window < 2 and Reads.VARIANCE in reads:
+            raise ConfigError(
+                f"CAKE needs a variance over the window; set window to at least 2, got {window}"
+            )
+        least = 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
+        self.refuse_decode_nonsense(self.resolved_decode_window, least)
+        self.refuse_piece_nonsense(window, self.min_prompt)
+        if isinstance(self.budget, int) and self.budget <= window:
+            hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
+            raise ConfigError(
+                f"budget={self.budget} tokens per layer cannot hold the window of {window} and a"
+                f" token more; set budget above {window}, or a smaller window{hint}"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, raw: Any) -> "CompressionConfig":
+        """Check settings as a user writes them.
+
+        Raises:
+            ConfigError: one sentence with the key, what must hold, what was given and what to do.
+        """
+        if isinstance(raw, cls):
+            return raw
+        if not isinstance(raw, Mapping):
+            raise ConfigError(
+                f'kvcompress settings must be an object such as {{"compress": "cake"}}, got {raw!r}'
+            )
+        for key in raw:
+            if key not in cls.model_fields:
+                raise ConfigError(
+                    f"kvcompress setting {key!r} is unknown{closest(str(key), cls.model_fields)}"
+                    f" (known: {sorted(cls.model_fields)})"
+                )
+        if "compress" not in raw and raw.keys() & {"allocator", "scorer"}:
+            raw = {"compress": CUSTOM, **raw}
+        # Settings without a method must not switch compression off silently.
+        if raw and "compress" not in raw:
+            raise ConfigError(
+                f"kvcompress settings need a method, got only {sorted(map(str, raw))}; add"
+                " --kv-compress cake, or off"
+            )
+        try:
+            return cls.model_validate(dict(raw))
+        except ValidationError as e:
+            raise ConfigError(_one_sentence(e)) from None
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """Plain JSON values that `parse` turns back into an equal configuration."""
+        plain = self.model_dump(mode="json", exclude_defaults=True) | {"compress": self.compress}
+        for key in ("allocator_params", "scorer_params", "selector_params"):
+            if key in plain:
+                plain[key] = dict(getattr(self, key))
+        if self.alias:
+            plain["alias"] = {alias.name: alias.meaning for alias in self.alias}
+        return plain
+
+    # -- meaning ------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether prompts are compressed that ask for nothing."""
+        return self.compress != "off"
+
+    @property
+    def active(self) -> bool:
+        """Whether any prompt can be compressed."""
+        on_request = {*self.allow_override, *(alias.method for alias in self.alias)}
+        return self.enabled or bool(on_request - {"off"})
+
+    @property
+    def variants(self) -> tuple["CompressionConfig", ...]:
+        """What this engine may run: its own, each allowed method, and what aliases stand for."""
+        others = [name for name in self.allow_override if name not in {"off", self.compress}]
+        named = [self.granted(alias) for alias in self.alias]
+        requested = [*(self.variant(name) for name in others), *(each for each in named if each)]
+        return (self,) * self.enabled + tuple(dict.fromkeys(requested))
+
+    def granted(self, alias: Alias) -> "CompressionConfig | None":
+        """The settings that `alias` stands for; None when it compresses nothing.
+
+        Raises:
+            ConfigError: its budget does not fit its method.
+        """
+        return None if alias.method == "off" else self.variant(alias.method, alias.budget)
+
+    def variant(
+        self, compress: str | None = None, budget: float | int | None = None
+    ) -> "CompressionConfig":
+        """These settings with another method or budget.
+
+        A method other than this one's own is its preset: the parts, parameters and window of the
+        engine's method do not carry over to it.
+
+        Raises:
+            ConfigError: the budget does not fit the method.
+        """
+        name = self.compress if compress is None else compress
+        keys = _OF_THE_ENGINE
+        if name == self.compress:
+            keys = type(self).model_fields.keys() - _FOR_REQUESTS
+        values = {key: getattr(self, key) for key in self.model_fields_set & keys}
+        values["compress"] = name
+        if budget is not None or "budget" not in values:
+            values["budget"] = self.budget if budget is None else budget
+        return type(self).parse(values)
+
+    @property
+    def _base(self) -> str:
+        """What a caote scorer takes its weights from."""
+        return self.base or str(dict(self.scorer_params).get("base", "snapkv"))
+
+    @property
+    def parts(self) -> Preset:
+        """The preset with this configuration's replacements."""
+        if self.compress == CUSTOM:
+            own = self.allocator or "uniform", self.scorer or "snapkv"
+            usual = usual_window(*own, self._base)
+            preset = Preset(allocator=own[0], scorer=own[1], window=usual)
+        else:
+            preset = PRESETS[self.compress]
+        scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
+        selector = self.selector or preset.selector
+        window = preset.window if self.window is None else self.window
+        if self.window is None and (scorer != preset.scorer or scorer in CAOTES):
+            window = usual_window(allocator, scorer, self._base)
+        return Preset(
+            allocator=allocator,
+            scorer=scorer,
+            selector=selector,
+            window=window,
+            scorer_params=preset.scorer_params if scorer == preset.scorer else (),
+            selector_params=preset.selector_params if selector == preset.selector else (),
+            merge=preset.merge if self.merge is None else self.merge,
+        )
+
+    @property
+    def resolved_window(self) -> int:
+        """Observation window in tokens."""
+        return self.parts.window
+
+    @property
+    def resolved_decode_window(self) -> int:
+        """Queries of an answer that judge what is held, in tokens."""
+        usual = min(self.resolved_window, USUAL_WINDOW)
+        return usual if self.decode_window is None else self.decode_window
+
+    def build_allocator(self) -> Allocator:
+        name = self.parts.allocator
+        defaults = published(name, self.model, self.budget)
+        policy: Allocator = build("allocator", ALLOCATORS, name, defaults, self.allocator_params)
+        return policy
+
+    def build_scorer(self) -> Scorer:
+        defaults = dict(self.parts.scorer_params)
+        if self.base is not None:
+            defaults["base"] = self.base
+        policy: Scorer = build("scorer", SCORERS, self.parts.scorer, defaults, self.scorer_params)
+        return policy
+
+    def build_selector(self) -> Selector:
+        parts = self.parts
+        defaults = dict(parts.selector_params)
+        policy: Selector = build(
+            "selector", SELECTORS, parts.selector, defaults, self.selector_params
+        )
+        return policy
+
+    def tokens_per_layer(self, tokens: int) -> int:
+        """Mean tokens to keep per layer for a prompt of `tokens`, window included.
+
+        A ratio gives ``max(floor(ratio * tokens), window + 1)``, exact in the ratio as written.
+        """
+        if isinstance(self.budget, int):
+            return self.budget
+        share = Fraction(repr(self.budget)) * tokens
+        return max(math.floor(share), self.resolved_window + 1)
+
+    def page_plan(self, num_layers: int, tokens: int, block_size: int) -> PagePlan | None:
+        """What becomes of a prompt of `tokens`: None when it is left whole.
+
+        Because it is shorter than `min_prompt`, or because the budget keeps all its full blocks.
+        """
+        if tokens < max(self.min_prompt, 1):
+            return None
+        return page_plan(self.prompt(num_layers, tokens), block_size)
+
+    def prompt(self, num_layers: int, tokens: int) -> Prompt:
+        total = None
+        if not isinstance(self.budget, int) and ALLOCATORS[self.parts.allocator].exact_ratio:
+            share = round(Fraction(repr(self.budget)) * tokens * num_layers)
+            total = max(share, num_layers * (self.resolved_window + 1))
+        return Prompt(
+            num_layers=num_layers,
+            tokens=tokens,
+            window=self.resolved_window,
+            budget=self.tokens_per_layer(tokens),
+            total=total,
+        )
+
+
+def _one_sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"][:1])
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return text if not key or key in text else f"{key} {text}"
+    message = text[:1].lower() + text[1:]
+    return f"{key}: {message}, got {first.get('input')!r}"

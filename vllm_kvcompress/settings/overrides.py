@@ -1,0 +1,266 @@
+"""What one request may ask for: ``vllm_xargs`` of the OpenAI API, ``SamplingParams.extra_args``."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.parsing import Alias, parse_budget
+
+COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
+DECODE_BUDGET = "kv_decode_budget"
+_KEYS = (COMPRESS, BUDGET, DECODE_BUDGET)
+_OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
+_LONGEST = 24
+"""Letters of a key that are compared with ours, in case it is one of them misspelt."""
+
+
+def settings_for(
+    settings: CompressionConfig | None, extra_args: Mapping[str, Any] | None
+) -> CompressionConfig | None:
+    """The settings of one request; None when it is not to be compressed.
+
+    What it asks for wins over what its alias stands for, and that over the engine's.
+
+    Args:
+        settings: the engine's; None when it runs without compression.
+        extra_args: the request's, with ``kv_compress``, ``kv_budget`` and ``kv_decode_budget`` if
+            it asks for anything, and ``kv_alias`` if it came under one of the model's other names.
+
+    Raises:
+        OverrideError: it asks for what it may not have, in one sentence.
+    """
+    if settings is not None and extra_args:
+        _refuse_others(extra_args)
+    choice = _choice(extra_args) if extra_args else None
+    named = (extra_args or {}).get(ALIAS)
+    if settings is None:
+        if named is None and (choice is None or choice[0] == "off"):
+            return None
+        raise OverrideError(
+            "not_allowed",
+            f"this server runs without KV-cache compression, and the request asks for {COMPRESS} or"
+            f" {BUDGET}; remove them, or ask the operator for --kv-allow-override",
+        )
+    if named is not None and not isinstance(named, str):
+        raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
+    if choice is not None or named is not None:
+        return _override(settings, named, *(choice or (None, None, None)))
+    return settings if settings.enabled else None
+
+
+def refuse_taken(
+    settings: CompressionConfig, served: Iterable[str], adapters: Iterable[str]
+) -> None:
+    """Refuse an alias that means something already.
+
+    Args:
+        settings: with the aliases.
+        served: names that the model is served under.
+        adapters: names of LoRA modules.
+
+    Raises:
+        ConfigError: an alias is among them.
+    """
+    taken = dict.fromkeys(adapters, "a LoRA module") | dict.fromkeys(served, "the model")
+    for alias in settings.alias:
+        if alias.name in taken:
+            raise ConfigError(
+                f"alias {alias.name!r} is already the name of {taken[alias.name]}; choose another"
+                " for the alias"
+            )
+
+
+class LargestBudgets(NamedTuple):
+    """The largest budgets at which requests can come by one method."""
+
+    granted: tuple[float | int, ...]
+    """Those that nobody has to name: the engine's own, and those that aliases stand for."""
+    named: tuple[float | int, ...]
+    """The upper ends of what a request may name itself; empty where it may name nothing."""
+
+
+def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
+    """What decides how much one request can take at most.
+
+    Where a request may name a method, it may do so under any alias and leave the budget to that.
+    A method that only an alias stands for keeps to this alias's own.
+    """
+    free = bool(settings.allow_override)
+    aliases = tuple(alias for alias in settings.alias if alias.budget is not None)
+    granted = [alias.budget for alias in aliases if alias.method == method]
+    if method == settings.compress:
+        granted.append(settings.budget)
+    if free and method in {settings.compress, *settings.allow_override}:
+        granted = [settings.budget, *(alias.budget for alias in aliases)]
+    named = tuple(high for _, high in settings.budget_bounds) or (1.0,)
+    return LargestBudgets(tuple(x for x in granted if x is not None), named if free else ())
+
+
+def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
+    """Extra arguments that get a request the first of `settings.variants`; none if it need not ask.
+
+    Args:
+        settings: of an engine that compresses something.
+    """
+    if settings.enabled:
+        return {}
+    for method in settings.allow_override:
+        if method != "off":
+            return {COMPRESS: method}
+    return {ALIAS: next(alias.name for alias in settings.alias if alias.method != "off")}
+
+
+def _choice(
+    extra_args: Mapping[str, Any],
+) -> tuple[str | None, float | int | None, int | None] | None:
+    """Method, budget and decode budget that a request names; None when it names none."""
+    if not extra_args.keys() & set(_KEYS):
+        return None
+    compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
+    if compress is False:
+        compress = "off"
+    if COMPRESS in extra_args and not isinstance(compress, str):
+        raise OverrideError(
+            "invalid", f"{COMPRESS} must be off or the name of a method, got {compress!r}"
+        )
+    if BUDGET in extra_args:
+        try:
+            budget = parse_budget(budget)
+        except ConfigError as e:
+            raise OverrideError("invalid", f"kv_{e}") from None
+        # `true` arrives as 1.
+        if type(budget) is int and budget < 2:
+            raise OverrideError(
+                "invalid",
+                f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
+                f" {budget!r}; write 1.0 to keep everything",
+            )
+    growing = extra_args.get(DECODE_BUDGET)
+    # `1` may arrive as 1.0, and `true` as 1.
+    if isinstance(growing, float) and growing.is_integer():
+        growing = int(growing)
+    if DECODE_BUDGET in extra_args and (type(growing) is not int or growing < 2):
+        raise OverrideError(
+            "invalid",
+            f"{DECODE_BUDGET} must be a whole number of at least 2 tokens per layer, got"
+            f" {extra_args[DECODE_BUDGET]!r}",
+        )
+    return compress, budget, growing
+
+
+def _refuse_others(extra_args: Mapping[str, Any]) -> None:
+    """A key that begins as ours do is one of ours, or vLLM's, or a mistake."""
+    for key in extra_args:
+        plain = key[:_LONGEST].lower().replace("-", "_")
+        if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OF_VLLM:
+            continue
+        near = difflib.get_close_matches(plain, _KEYS, 1, 0.8)
+        hint = f"did you mean {near[0]!r}?" if near else f"a request may set {list(_KEYS)}"
+        raise OverrideError("invalid", f"{plain!r} is unknown; {hint}")
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _override(
+    settings: CompressionConfig,
+    named: str | None,
+    compress: str | None,
+    budget: float | int | None,
+    growing: int | None,
+) -> CompressionConfig | None:
+    alias = None if named is None else _alias(settings, named)
+    if alias is not None and compress is None and budget is None and growing is None:
+        return settings.granted(alias)
+    allowed = settings.allow_override
+    if not allowed:
+        raise OverrideError(
+            "not_allowed",
+            f"this server does not let requests choose {COMPRESS} or {BUDGET}; remove them, or ask"
+            " the operator for --kv-allow-override",
+        )
+    own = settings.compress if alias is None else alias.method
+    permitted = {*allowed, settings.compress, own}
+    method = own if compress is None else compress
+    if method not in permitted:
+        raise OverrideError(
+            "not_allowed",
+            f"{COMPRESS} must be one of {sorted(permitted)} on this server, got {compress!r}",
+        )
+    if method == "off":
+        if growing is not None:
+            raise OverrideError(
+                "invalid",
+                f"{DECODE_BUDGET}={growing} needs a method, and this request has none; add"
+                f" {COMPRESS}, one of {sorted(permitted - {'off'})}",
+            )
+        if compress is None:
+            why = "this server compresses only what asks for it"
+            if alias is not None:
+                why = f"{alias.name!r} stands for off"
+            raise OverrideError(
+                "invalid",
+                f"{BUDGET}={budget!r} needs a method, since {why}; add {COMPRESS}, one of"
+                f" {sorted(permitted - {'off'})}",
+            )
+        return None
+    if budget is not None:
+        _within_bounds(settings, budget)
+    elif alias is not None:
+        budget = alias.budget
+    if growing is not None:
+        _may_bound(settings, growing)
+    try:
+        asked = settings.variant(method, budget)
+        if growing is None:
+            return asked
+        return CompressionConfig.parse({**asked.to_additional_config(), "decode_budget": growing})
+    except ConfigError as e:
+        raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
+
+
+def _may_bound(settings: CompressionConfig, budget: int) -> None:
+    """Refuse a decode budget that a request may not have: it gets at most the engine's."""
+    most = settings.decode_budget
+    if most is None:
+        raise OverrideError(
+            "not_allowed",
+            f"this server does not bound answers, and the request asks for {DECODE_BUDGET};"
+            " remove it, or ask the operator for --kv-decode-budget",
+        )
+    if budget > most:
+        raise OverrideError(
+            "out_of_bounds", f"{DECODE_BUDGET} must be at most {most} on this server, got {budget}"
+        )
+
+
+def _alias(settings: CompressionConfig, named: str) -> Alias:
+    for alias in settings.alias:
+        if alias.name == named:
+            return alias
+    raise OverrideError(
+        "invalid",
+        f"{ALIAS} must be one of {sorted(alias.name for alias in settings.alias)} on this server,"
+        f" got {named!r}",
+    )
+
+
+def _within_bounds(settings: CompressionConfig, budget: float | int) -> None:
+    bounds = settings.budget_bounds
+    if not bounds:
+        return
+    for low, high in bounds:
+        if type(low) is type(budget):
+            if low <= budget <= high:
+                return
+            raise OverrideError(
+                "out_of_bounds",
+                f"{BUDGET} must be between {low} and {high} on this server, got {budget}",
+            )
+    kind = "a ratio" if isinstance(bounds[0][0], float) else "a whole number of tokens"
+    raise OverrideError(
+        "out_of_bounds",
+        f"{BUDGET} must be {kind} between {bounds[0][0]} and {bounds[0][1]} on this server, got"
+        f" {budget}",
+    )
