@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.model_traits import (
-    FLOAT8_CACHES,
     SENTENCE_EMBEDDER,
     groups,
     stored_in,

@@ -7,7 +7,7 @@ from vllm_kvcompress.methods.scorers.accumulated import H2O
 from vllm_kvcompress.methods.scorers.caote import Caote
 from vllm_kvcompress.methods.scorers.chance import Random
 from vllm_kvcompress.pipeline import Method, method_of
-from vllm_kvcompress.planning.model_traits import FLOAT8_CACHES
+from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.pieces import wrong_piece
 

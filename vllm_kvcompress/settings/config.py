@@ -352,10 +352,8 @@ class CompressionConfig(DecodeSettings, PieceSettings):
 
     def build_selector(self) -> Selector:
         parts = self.parts
-        defaults = dict(parts.selector_params)
-        policy: Selector = build(
-            "selector", SELECTORS, parts.selector, defaults, self.selector_params
-        )
+        own, usual = self.selector_params, dict(parts.selector_params)
+        policy: Selector = build("selector", SELECTORS, parts.selector, usual, own)
         return policy
 
     def tokens_per_layer(self, tokens: int) -> int:

@@ -18,7 +18,8 @@ from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
 from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
 from vllm_kvcompress.errors import ConfigError, SeamError
-from vllm_kvcompress.planning.model_traits import FLOAT8_CACHES, PLAIN_CACHES, Traits, unsupported
+from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
+from vllm_kvcompress.planning.model_traits import Traits, unsupported
 
 Backends = Mapping[AttentionBackendEnum, str]
 

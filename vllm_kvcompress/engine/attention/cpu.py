@@ -28,7 +28,7 @@ from vllm_kvcompress.engine.attention.backend import (
 )
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
 from vllm_kvcompress.engine.pages.pool import PagePool
-from vllm_kvcompress.planning.model_traits import FLOAT8_CACHES
+from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 
 
 class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):

@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.model_traits import (
-    FLOAT8_CACHES,
     Traits,
     plain_cache,
     stored_in,

@@ -36,8 +36,8 @@ from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import ring_bytes
-from vllm_kvcompress.planning.model_traits import FLOAT8_CACHES
 from vllm_kvcompress.repacking import keeps_sums, merges, ring_window
 from vllm_kvcompress.settings.config import CompressionConfig
 

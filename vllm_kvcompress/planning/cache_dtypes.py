@@ -1,0 +1,51 @@
+"""What a KV cache stores: known dtypes, and those that a checkpoint's quantisation declares."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_MODELOPT_CACHES = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+PLAIN_CACHES = frozenset({"auto", "float16", "bfloat16", "float32"})
+FLOAT8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Caches of one scale per layer, and what they hold, by vLLM's name."""
+_PER_HEAD = "attn_head"
+
+
+def declared_cache(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
+    """The quantised KV cache that a checkpoint declares, as vLLM's --kv-cache-dtype names it.
+
+    Of ModelOpt's, in its own words or in a scheme; of compressed-tensors, whose scheme is fp8
+    whatever it says more. Others (Quark, fp8) only bring scales.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        quantization = config.get("compression_config")
+    if not isinstance(quantization, Mapping):
+        part = text
+        quantization = part.get("quantization_config") or part.get("compression_config")
+    if not isinstance(quantization, Mapping):
+        return None
+    inner = quantization.get("quantization")
+    inner = inner if isinstance(inner, Mapping) else quantization
+    method = str(quantization.get("quant_method") or "").lower().replace("_", "-")
+    producer = quantization.get("producer")
+    named = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    if (named or "modelopt_quant_config" in inner) and inner.get("quant_algo"):
+        method = "modelopt"
+    if method == "compressed-tensors":
+        scheme = quantization.get("kv_cache_scheme")
+        per_head = isinstance(scheme, Mapping) and scheme.get("strategy") == _PER_HEAD
+        return ("fp8 per head" if per_head else "fp8") if scheme else None
+    if not method.startswith("modelopt"):
+        return None
+    scheme = (
+        inner.get("kv_cache_scheme")
+        or quantization.get("kv_cache_scheme")
+        or inner.get("kv_cache_quant_algo")
+        or quantization.get("kv_cache_quant_algo")
+    )
+    if isinstance(scheme, Mapping):
+        floats = scheme.get("type") == "float"
+        if floats and scheme.get("num_bits") == 8 and scheme.get("dynamic") is False:
+            return "fp8_e4m3"
+        return "nvfp4" if floats and scheme.get("num_bits") == 4 else None
+    return _MODELOPT_CACHES.get(str(scheme).lower())
