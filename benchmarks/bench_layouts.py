@@ -96,12 +96,12 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
 def finished(budget: float, args: argparse.Namespace) -> Any:
     import torch
 
-    from vllm_kvcompress.engine.compression.packer import Finished
-    from vllm_kvcompress.engine.messages.step import Compression
+    from vllm_kvcompress.engine.compression.packer import Job
+    from vllm_kvcompress.engine.messages.step import Pack
     from vllm_kvcompress.methods.base import Reads
     from vllm_kvcompress.methods.page_plan import page_plan
-    from vllm_kvcompress.pipeline import method_of
     from vllm_kvcompress.settings.config import CompressionConfig
+    from vllm_kvcompress.settings.method_of import method_of
 
     settings = CompressionConfig.parse({"compress": args.method, "budget": budget})
     plan = page_plan(settings.prompt(args.layers, args.prompt), args.block)
@@ -116,20 +116,21 @@ def finished(budget: float, args: argparse.Namespace) -> Any:
     queries = {
         layer: torch.randn(shape, generator=generator).bfloat16() for layer in range(args.layers)
     }
-    todo = Compression(
+    todo = Pack(
         request_id="r",
         settings=settings,
         plan=plan,
+        tokens=args.prompt,
         destination=tuple(range(blocks + 1, blocks + 1 + plan.blocks)),
-        in_place=False,
     )
-    return Finished(todo=todo, method=method, blocks=torch.arange(blocks), queries=queries, sums={})
+    return Job(todo=todo, method=method, blocks=torch.arange(blocks), queries=queries)
 
 
 def timed(packer: Any, what: Any) -> tuple[dict[str, float], Any]:
     """Milliseconds of scoring and of moving, and what was kept."""
     seconds = {"score": 0.0, "move": 0.0}
-    own = {"score": packer.observe, "move": packer._move}
+    mover = packer.mover
+    own = {"score": packer._observe, "move": mover.move}
 
     def around(name: str) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -141,16 +142,16 @@ def timed(packer: Any, what: Any) -> tuple[dict[str, float], Any]:
 
         return call
 
-    packer.observe, packer._move = around("score"), around("move")
+    packer._observe, mover.move = around("score"), around("move")
     start = time.perf_counter()
     try:
-        packer.pack(what)
+        packer.run([what])
     finally:
         seconds["all"] = time.perf_counter() - start
-        packer.observe, packer._move = own["score"], own["move"]
+        packer._observe, mover.move = own["score"], own["move"]
     pool = packer.pool
     kept = [
-        packer.read(pool._packed[pool._slots["r"], layer, :count].long())
+        mover.read(pool._packed[pool._slots["r"], layer, :count].long())
         for layer, count in enumerate(pool._num_packed[pool._slots["r"]].tolist())
     ]
     pool.forget("r")

@@ -181,43 +181,35 @@ class Engine:
     def watch_packing(
         self, look: Callable[[Any], Any], after: Callable[[Any, Any], Any] = lambda *_: None
     ) -> list[Any]:
-        """From now on: what `look` makes of each prompt that is about to be packed, in order.
+        """From now on: what `look` makes of each prompt that was packed to its end, in order.
 
         Args:
-            look: takes the packer's `Finished`, or the `Due` of a prompt's end in pieces.
-            after: called with it and the pages that each layer keeps, once it is packed.
+            look: takes its place in the plan `todo`, and what `Packer.observers` are told: the
+                slots `kept` and the pages `counts`.
+            after: called with the same and the pages that each layer keeps.
         """
         seen: list[Any] = []
-        packer = self.compressor.packer
-        pack = packer.pack
 
-        def packing(finished: Any) -> Any:
-            seen.append(look(finished))
-            pages = pack(finished)
-            after(finished, pages)
-            return pages
+        def packed(todo: Any, kept: Any, counts: Any) -> None:
+            if todo.prefill and todo.ends:
+                done = SimpleNamespace(todo=todo, kept=kept, counts=counts)
+                seen.append(look(done))
+                after(done, counts)
 
-        repacker = self.compressor.repacker
-        run = repacker.run
-
-        def running(due: Any) -> Any:
-            seen.extend(look(each) for each in due if each.todo.ends)
-            return run(due)
-
-        packer.pack, repacker.run = packing, running
+        self.compressor.packer.observers.append(packed)
         return seen
 
+    def holdings(self) -> list[Any]:
+        """What each request holds whose answer is bounded, once its prefill has ended."""
+        schedules = self.manager.planner.schedules.values()
+        return [each.holding for each in schedules if each.prefilled and each.answer is not None]
+
     def watch_repacking(self) -> list[str]:
-        """From now on: the request of each answer that is packed again, in order."""
+        """From now on: the request of each answer, and piece, that is packed, in order."""
         seen: list[str] = []
-        repacker = self.compressor.repacker
-        run = repacker.run
-
-        def running(due: Any) -> Any:
-            seen.extend(each.todo.request_id for each in due)
-            return run(due)
-
-        repacker.run = running
+        self.compressor.packer.observers.append(
+            lambda todo, kept, counts: None if todo.whole else seen.append(todo.request_id)
+        )
         return seen
 
     def watch_preemptions(self) -> dict[str, list[int]]:

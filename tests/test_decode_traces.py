@@ -12,9 +12,10 @@ import torch
 
 import methods_reference as ref
 from kvcompress_kernels.merge_evicted import merge_evicted
-from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.repacking import Rows, attention_paid, kept_slots, observe_rows
+from observing import kept_slots, observe_rows
+from vllm_kvcompress.methods.rows import Rows, attention_paid
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 STEPS = 30
 SHAPES = {"grouped": (6, 2, 8), "one KV head": (4, 1, 16), "9 over 3": (9, 3, 4)}

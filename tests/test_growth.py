@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.growth import Growth, most_blocks
+from vllm_kvcompress.planning.schedules import EveryInterval, Holding
 from vllm_kvcompress.settings.config import CompressionConfig
 
 prop = settings(derandomize=True, deadline=None, max_examples=150)
@@ -29,70 +29,57 @@ def answers(draw):
         decode_window=window,
         budget=draw(st.floats(0.05, 1.0)),
     )
-    growth = Growth(
-        settings=made,
-        num_layers=layers,
-        block_size=block,
-        prefilled=prompt,
-        last=prompt + draw(st.integers(1, 60 * block)),
-    )
+    last = prompt + draw(st.integers(1, 60 * block))
+    answer = EveryInterval(settings=made, prefilled=prompt, last=last)
+    holding = Holding(num_layers=layers, block_size=block)
     plan = made.page_plan(layers, prompt, block)
     if plan is not None:
-        growth.prefill_packed(plan)
-    return growth, 0 if plan is None else plan.blocks
+        holding.pack(plan, prompt // block)
+    return answer, holding, 0 if plan is None else plan.blocks
 
 
 @prop
 @given(answers())
 def test_what_is_held_stays_within_its_bound(case):
     """From the first time on; pages are exact, and a layer's bound on the host holds."""
-    growth, packed = case
-    size, layers, frozen = growth.block_size, growth.num_layers, None
-    interval = growth.settings.decode_interval
-    for tokens in range(growth.prefilled + 1, growth.last):
-        held = packed + -(-tokens // size) - growth.first_block
-        if growth.frozen:
-            assert held <= -(-growth.cap // layers) + interval // size + 1
-        plan = growth.plan(tokens)
+    answer, holding, packed = case
+    size, layers, frozen = holding.block_size, holding.num_layers, None
+    interval, window = answer.settings.decode_interval, answer.settings.resolved_decode_window
+    for tokens in range(answer.prefilled + 1, answer.last):
+        held = packed + -(-tokens // size) - holding.first_block
+        if holding.frozen:
+            assert held <= -(-answer.cap(holding) // layers) + interval // size + 1
+        plan = answer.plan(holding, tokens)
         if plan is None:
             continue
-        before = growth.pages + layers * (tokens // size - growth.first_block)
+        before = holding.pages + layers * (tokens // size - holding.first_block)
         assert tokens % size == 0
-        assert tokens - growth.first_block * size >= interval
-        assert tokens + 1 < growth.last
+        assert tokens - holding.first_block * size >= interval
+        assert tokens + 1 < answer.last
         assert plan.pages < before
-        assert layers * growth.floor_pages <= plan.pages
+        assert layers * max(-(-window // size), 1) <= plan.pages
         assert -(-before // layers) <= plan.full_blocks
         assert plan.tail == 0
         if frozen is not None:
             assert plan.pages == frozen
         packed, frozen = plan.blocks, plan.pages
-        growth.packed(plan, tokens // size)
-        assert growth.most_pages * layers >= growth.pages
+        holding.pack(plan, tokens // size, freeze=True)
+        assert holding.most_pages * layers >= holding.pages
 
 
 @prop
 @given(answers())
 def test_the_most_that_is_held(case):
-    growth, packed = case
-    other = Growth(
-        settings=growth.settings,
-        num_layers=growth.num_layers,
-        block_size=growth.block_size,
-        prefilled=growth.prefilled,
-        last=growth.last,
-        pages=growth.pages,
-        first_block=growth.first_block,
-        most_pages=growth.most_pages,
-    )
-    size, own, seen = growth.block_size, packed, []
-    for tokens in range(growth.prefilled, growth.last):
-        seen.append(own + -(-tokens // size) - growth.first_block)
-        plan = growth.plan(tokens) if tokens > growth.prefilled else None
+    answer, holding, packed = case
+    most = answer.most_blocks(holding, packed=packed, tokens=answer.last - 1)
+    size, own, seen = holding.block_size, packed, []
+    for tokens in range(answer.prefilled, answer.last):
+        seen.append(own + -(-tokens // size) - holding.first_block)
+        plan = answer.plan(holding, tokens) if tokens > answer.prefilled else None
         if plan is not None:
             own = plan.blocks
-            growth.packed(plan, tokens // size)
-    assert most_blocks(other, packed=packed, tokens=growth.last - 1) == max(seen)
+            holding.pack(plan, tokens // size, freeze=True)
+    assert most == max(seen)
 
 
 @pytest.mark.parametrize(

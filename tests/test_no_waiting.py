@@ -6,13 +6,14 @@ import torch
 from kvcompress_kernels import contract
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
+from vllm_kvcompress.methods.method import Observed
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.methods.prompt import Columns, PagedKeys, PagedValues, Prompt
 from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
 from vllm_kvcompress.methods.scorers.lagkv import LagKV
-from vllm_kvcompress.pipeline import Observed, method_of
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 from waits import nothing_uploaded_or_read
 
 LAYERS, HEADS, KV_HEADS = 9, 4, 2
@@ -57,10 +58,9 @@ def test_pages_and_positions(name, tokens):
         pages = on_device(LAYERS, dtype=torch.int64)
     assert (pages.shape, pages.dtype) == ((LAYERS,), torch.int64)
     with nothing_uploaded_or_read():
-        for tail in (False, True):
-            kept = method.select(seen, plan, pages, tail=tail)
-            most = plan.most_pages * plan.block_size + tail * plan.tail
-            assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, most), torch.int32)
+        kept = method.select(seen, plan, pages)
+        most = plan.most_pages * plan.block_size + plan.tail
+        assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, most), torch.int32)
         assert method.protected_scores(seen, plan, pages).shape == (LAYERS, KV_HEADS, tokens)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.pieces import pieces_of, standing_blocks
+from vllm_kvcompress.planning.schedules import Holding, pieces_of, standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 
 prop = settings(derandomize=True, deadline=None, max_examples=200)
@@ -40,32 +40,33 @@ def test_what_is_held_stays_within_its_bound(case):
     pieces = pieces_of(own, layers, size, tokens)
     if pieces is None:
         return
-    first, most, computed, packed = pieces.first_end, pieces.most_blocks(), 0, 0
+    holding = Holding(num_layers=layers, block_size=size)
+    first, most, computed, packed = pieces.first_end, pieces.most_blocks, 0, 0
     assert own.max_whole < tokens
     assert first < tokens
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
         assert start < computed <= start + own.piece
         assert computed % own.piece == 0 or computed == tokens
-        assert packed + -(-computed // size) - pieces.first_block <= most
+        assert packed + -(-computed // size) - holding.first_block <= most
         for inside in range(start + 1, computed):
-            assert pieces.plan(inside) is None
-        plan = pieces.plan(computed)
+            assert pieces.plan(holding, inside) is None
+        plan = pieces.plan(holding, computed)
         assert (plan is not None) == (computed >= first)
         if plan is None:
             continue
-        held = pieces.pages + layers * (computed // size - pieces.first_block)
+        held = holding.pages + layers * (computed // size - holding.first_block)
         assert layers * plan.floor_pages <= plan.pages <= held
         assert plan.pages < held or computed == tokens
         assert plan.tail == (tokens % size if computed == tokens else 0)
         assert -(-held // layers) <= plan.full_blocks
         assert not packed or plan.blocks <= packed
         packed = plan.blocks
-        pieces.packed(plan, computed // size)
-        assert pieces.most_pages * layers >= pieces.pages
+        holding.pack(plan, computed // size)
+        assert holding.most_pages * layers >= holding.pages
     whole = own.page_plan(layers, tokens, size)
     assert whole is not None
-    assert pieces.pages == whole.pages
+    assert holding.pages == whole.pages
 
 
 @prop
@@ -79,7 +80,7 @@ def test_the_pool_that_one_request_needs(case):
         if not 0 < tokens <= longest:
             continue
         pieces = pieces_of(own, layers, size, tokens)
-        needed = -(-tokens // size) if pieces is None else pieces.most_blocks()
+        needed = -(-tokens // size) if pieces is None else pieces.most_blocks
         assert needed <= most
 
 
@@ -87,16 +88,16 @@ def test_by_hand():
     """6,000 tokens, a tenth of them, blocks of 128, pieces of 1,024, 30 layers."""
     own = config(budget=0.1, max_whole=2000, piece=1024, window=32)
     pieces = pieces_of(own, 30, 128, 6000)
-    ends, kept = [], []
+    holding, ends, kept = Holding(num_layers=30, block_size=128), [], []
     while not ends or ends[-1] < 6000:
         ends.append(pieces.next_end(ends[-1] if ends else 0))
-        plan = pieces.plan(ends[-1])
+        plan = pieces.plan(holding, ends[-1])
         kept.append(plan.pages)
-        pieces.packed(plan, ends[-1] // 128)
+        holding.pack(plan, ends[-1] // 128)
     assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
     # 600 tokens of each layer, and at the end without the tail of 112
     assert kept == [30 * 600 // 128] * 5 + [30 * (600 - 112) // 128]
-    assert pieces.most_blocks() == 5 + 8
+    assert pieces.most_blocks == 5 + 8
     assert standing_blocks(own, 30, 128, 6000) == 16  # what stands whole, up to 2,000 tokens
     assert standing_blocks(config(), 30, 128, 6000) == 47
 

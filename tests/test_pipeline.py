@@ -3,10 +3,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress import pipeline
+from vllm_kvcompress.methods import method
 from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.kept_slots import kept_slots
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.prompt import Columns, LayerStats, Prompt
 from vllm_kvcompress.methods.scorers.position import StreamingLLM
@@ -16,13 +17,19 @@ prop = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def layer_pages(allocator, plan, stats):
-    return pipeline.layer_pages(allocator, plan, stats).tolist()
+    return method.layer_pages(allocator, plan, stats).tolist()
 
 
 def kept_positions(scores, plan, pages, selector):
     """Of one layer."""
-    end = plan.full_blocks * plan.block_size
-    kept = pipeline.kept_positions(scores[None], plan, torch.tensor([pages]), selector, end)
+    kept = kept_slots(
+        *(scores[None], plan.tokens, torch.tensor([pages], dtype=torch.int32)),
+        window=plan.window,
+        tail=plan.tail,
+        block_size=plan.block_size,
+        most_pages=pages,
+        selector=selector,
+    )
     assert kept.dtype == torch.int32
     return kept[0].long()
 

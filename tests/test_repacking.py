@@ -5,14 +5,15 @@ import pytest
 import torch
 
 import methods_reference as ref
+from observing import kept_slots, observe_rows
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.pipeline import layer_pages, method_of
-from vllm_kvcompress.planning.obstacles import obstacle
-from vllm_kvcompress.repacking import Rows, attention_paid, kept_slots, observe_rows
+from vllm_kvcompress.methods.rows import Rows, attention_paid
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 SCALE = DIM**-0.5
@@ -135,7 +136,7 @@ def test_attention_that_the_latest_queries_paid(latest, monkeypatch):
     rows, tokens, query = held(lengths, latest, seed=latest)
     asked = torch.from_numpy(query).float()
     for together in (128, 4):
-        monkeypatch.setattr("vllm_kvcompress.repacking.LATEST", together)
+        monkeypatch.setattr("vllm_kvcompress.methods.rows.LATEST", together)
         paid = attention_paid(rows, asked, at_once=2)
         for row, ((key, _), length) in enumerate(zip(tokens, lengths, strict=True)):
             want = torch.from_numpy(paid_by(query[row], key))
@@ -165,7 +166,7 @@ def test_methods_that_cannot_say_why(name):
     can = {"snapkv", "pyramidkv", "tova", "streamingllm", "cake", "chunkkv", "cake-chunk"}
     can |= {"caote", "fastcaote", "h2o", "d2o"}
     method = method_of(CompressionConfig.parse({"compress": name}))
-    assert bool(obstacle(method)) == (name not in can)
+    assert bool(method.why_whole) == (name not in can)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_methods_that_cannot_say_why(name):
     ],
 )
 def test_parts_that_cannot_say_why(parts, reason):
-    assert reason in obstacle(method_of(CompressionConfig.parse(parts)))
+    assert reason in method_of(CompressionConfig.parse(parts)).why_whole
 
 
 @pytest.mark.parametrize("allocator", [Uniform(), Pyramid(beta=1.5)], ids=["uniform", "pyramid"])

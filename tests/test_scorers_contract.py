@@ -10,8 +10,8 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 LAYERS, HEADS, KV_HEADS, TOKENS, DIM, WINDOW = 2, 4, 2, 60, 8, 5
 SHOWN = {

@@ -15,11 +15,12 @@ import torch
 
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
-from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
+from vllm_kvcompress.methods.rows import Rows
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -100,65 +101,75 @@ def compress(
     plan = page_plan(settings.prompt(layers, tokens), page_size)
     if plan is None:
         return _whole(keys, values)
-    rows = -(-tokens // page_size)
-    pages = torch.arange(rows, device=keys.device)
-    places = [
-        PagedLayer(
-            layer=layer,
-            key_pages=_paged(keys[layer], page_size).transpose(2, 3),
-            value_pages=_paged(values[layer], page_size),
-            pages=pages,
-            scale=dim**-0.5 if scale is None else scale,
-            sinks=None if sinks is None else sinks[layer].float(),
-        )
-        for layer in range(layers)
-    ]
-    observed = [_observe(method, place, plan, queries[place.layer]) for place in places]
-    return _collect(method, plan, places, observed, keys, values)
+    rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else scale, sinks)
+    observed = _observe(method, plan, rows, queries)
+    return _collect(method, plan, rows, observed, keys, values)
+
+
+def _rows(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_size: int,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> Rows:
+    """The layers of one prompt, each in its own pages."""
+    layers, heads, tokens, _ = keys.shape
+    count = -(-tokens // page_size)
+    # A layer's pages lie one behind the other, and those of its other heads behind them.
+    first = torch.arange(layers, device=keys.device)[:, None] * heads * count
+    return Rows(
+        key_pages=_paged(keys, page_size).transpose(2, 3),
+        value_pages=_paged(values, page_size),
+        pages=first + torch.arange(count, device=keys.device),
+        lengths=None,
+        most=tokens,
+        scale=scale,
+        layers=range(layers),
+        value_scales=[1.0] * layers,
+        sinks=None if sinks is None else sinks.float(),
+    )
 
 
 def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[Hkv, S, D]`` to ``[ceil(S / page_size), Hkv, page_size, D]``; the last page is filled."""
-    heads, tokens, dim = cache.shape
-    rows = -(-tokens // page_size)
-    padded = torch.nn.functional.pad(cache, (0, 0, 0, rows * page_size - tokens))
-    return padded.view(heads, rows, page_size, dim).transpose(0, 1)
+    """``[L, Hkv, S, D]`` as pages ``[n, Hkv, page_size, D]``; a layer's last page is filled."""
+    layers, heads, tokens, dim = cache.shape
+    count = -(-tokens // page_size)
+    padded = torch.nn.functional.pad(cache, (0, 0, 0, count * page_size - tokens)).contiguous()
+    page = page_size * dim
+    return padded.as_strided(
+        ((layers - 1) * heads * count + count, heads, page_size, dim), (page, count * page, dim, 1)
+    )
 
 
-def _observe(method: Method, where: PagedLayer, plan: PagePlan, queries: torch.Tensor) -> Observed:
-    rows = queries.transpose(0, 1)  # [S, Hq, D]
-    sums = None
-    reads = method.reads_of(where.layer)
-    if Reads.COLUMN_SUMS in reads:
-        sums = column_sums(
-            rows, where.key_pages, where.pages, plan.tokens, where.scale, where.sinks
+def _observe(method: Method, plan: PagePlan, rows: Rows, queries: torch.Tensor) -> list[Observed]:
+    """Score one layer after the other."""
+    found: list[Observed] = []
+    for layer, query in enumerate(queries.transpose(1, 2)):  # [S, Hq, D]
+        own, reads = rows.some(slice(layer, layer + 1)), method.reads_of(layer)
+        attention = sums = None
+        if Reads.WINDOW in reads:
+            attention = method.attention(own, query[None, plan.tokens - plan.window :])
+        if Reads.COLUMN_SUMS in reads:
+            assert isinstance(own.scale, float)
+            where = own.key_pages, own.pages[0], plan.tokens, own.scale
+            sums = column_sums(query, *where, None if own.sinks is None else own.sinks[0])[None]
+        found += method.observe(
+            own, plan.window, attention, sums, scored=method.scores_layer(layer)
         )
-    window = None
-    if Reads.WINDOW in reads:
-        window = window_scores(
-            rows[plan.tokens - plan.window :],
-            where.key_pages,
-            where.pages,
-            plan.tokens,
-            where.scale,
-            variance=Reads.VARIANCE in method.reads,
-            maximum=Reads.MAXIMUM in method.reads,
-            pooled=Reads.POOLED in method.reads,
-            sinks=where.sinks,
-        )
-    return method.observe(where, plan, window, sums)
+    return found
 
 
 def _collect(
     method: Method,
     plan: PagePlan,
-    places: list[PagedLayer],
+    rows: Rows,
     observed: list[Observed],
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:
     pages = method.layer_pages(plan, observed)
-    stacked = method.select(observed, plan, pages, tail=True)
+    stacked = method.select(observed, plan, pages)
     budgets = pages * plan.block_size + plan.tail
     out = Compressed(
         budgets=budgets.tolist(),
@@ -167,25 +178,20 @@ def _collect(
         values=[],
         scores=list(method.protected_scores(observed, plan, pages)),
     )
-    for place, count in zip(places, out.budgets, strict=True):
-        kept = stacked[place.layer, :, :count].long()
+    for layer, count in enumerate(out.budgets):
+        kept = stacked[layer, :, :count].long()
         if method.merge:
-            kept_tokens = torch.full((1,), count, dtype=torch.int32, device=kept.device)
             merged = merge_evicted(
-                place.key_pages,
-                place.value_pages,
-                place.pages[None],
-                plan.tokens,
+                *(rows.key_pages, rows.value_pages, rows.pages[layer : layer + 1], plan.tokens),
                 kept[None],
-                kept_tokens,
+                torch.full((1,), count, dtype=torch.int32, device=kept.device),
                 least=count,
                 values_only=method.values_only,
             )
-            k, v = merged.keys[0], merged.values[0]
-            k, v = k.to(keys.dtype), v.to(values.dtype)
+            k, v = merged.keys[0].to(keys.dtype), merged.values[0].to(values.dtype)
         else:
             index = kept[..., None].expand(-1, -1, keys.shape[-1])
-            k, v = (x[place.layer].gather(1, index) for x in (keys, values))
+            k, v = (x[layer].gather(1, index) for x in (keys, values))
         out.positions.append(kept)
         out.keys.append(k)
         out.values.append(v)

@@ -28,7 +28,7 @@ from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items, score
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.pipeline import method_of
+from vllm_kvcompress.settings.method_of import method_of
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 MOST_ASKED = 4

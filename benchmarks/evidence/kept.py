@@ -9,11 +9,13 @@ import torch
 
 from benchmarks.evidence.reader import Prompt, Rows
 from kvcompress_kernels.merge_evicted import merge_evicted
-from kvcompress_kernels.window_scores import WindowScores, window_scores
+from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
+from vllm_kvcompress.methods import rows
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.pipeline import Method, Observed, PagedLayer, method_of
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 BLOCK = 16
 """Tokens of a page: vLLM's block on a GPU."""
@@ -43,15 +45,18 @@ class Scored:
         self._observed: dict[tuple[Any, ...], list[Observed]] = {}
 
     @cached_property
-    def places(self) -> list[PagedLayer]:
+    def places(self) -> list[rows.Rows]:
         """Each layer's cache as pages; the last one is filled up."""
         return [
-            PagedLayer(
-                layer=layer,
+            rows.Rows(
                 key_pages=_paged(keys, self.block_size).mT,
                 value_pages=_paged(values, self.block_size),
-                pages=torch.arange(-(-keys.shape[1] // self.block_size)),
+                pages=torch.arange(-(-keys.shape[1] // self.block_size))[None],
+                lengths=None,
+                most=keys.shape[1],
                 scale=keys.shape[-1] ** -0.5,
+                layers=[layer],
+                value_scales=[1.0],
             )
             for layer, (keys, values) in enumerate(
                 zip(self.prompt.keys, self.prompt.values, strict=True)
@@ -64,19 +69,18 @@ class Scored:
             places = self.places
             windows = self._window(places, plan, method.reads)
             sums = self.prompt.sums
+            added = sums if sums and Reads.COLUMN_SUMS in method.reads else None
             self._observed[key] = [
                 method.observe(
-                    place,
-                    plan,
-                    windows[place.layer] if windows else None,
-                    sums[place.layer] if sums and Reads.COLUMN_SUMS in method.reads else None,
-                )
-                for place in places
+                    *(place, plan.window, windows[layer] if windows else None),
+                    None if added is None else added[layer][None],
+                )[0]
+                for layer, place in enumerate(places)
             ]
         return self._observed[key]
 
     def _window(
-        self, places: Sequence[PagedLayer], plan: PagePlan, reads: Reads
+        self, places: Sequence[rows.Rows], plan: PagePlan, reads: Reads
     ) -> list[WindowScores]:
         if Reads.WINDOW not in reads:
             return []
@@ -85,8 +89,8 @@ class Scored:
         key = (plan.window, pooled)
         if key not in self._windows:
             self._windows[key] = [
-                window_scores(
-                    self.prompt.queries[place.layer][-plan.window :],
+                window_scores_of_rows(
+                    self.prompt.queries[layer][None, -plan.window :],
                     place.key_pages,
                     place.pages,
                     plan.tokens,
@@ -95,7 +99,7 @@ class Scored:
                     maximum=True,
                     pooled=pooled,
                 )
-                for place in places
+                for layer, place in enumerate(places)
             ]
         return self._windows[key]
 
@@ -108,7 +112,7 @@ class Scored:
         method = method_of(settings)
         observed = self.observed(method, plan)
         pages = method.layer_pages(plan, observed)
-        chosen = method.select(observed, plan, pages, tail=True)
+        chosen = method.select(observed, plan, pages)
         counts = (pages * self.block_size + plan.tail).tolist()
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -131,7 +135,7 @@ class Scored:
         merged = merge_evicted(
             place.key_pages,
             place.value_pages,
-            place.pages[None],
+            place.pages,
             len(self.prompt.ids),
             kept[None].to(torch.int32),
             torch.tensor([count], dtype=torch.int32),

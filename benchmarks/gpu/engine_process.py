@@ -135,7 +135,7 @@ class Engine:
         """From now on new requests are compressed by `settings`."""
         from vllm_kvcompress.settings.config import CompressionConfig
 
-        self._manager.use(CompressionConfig.parse(settings))
+        self._manager.replace_settings(CompressionConfig.parse(settings))
 
     def compressed(self) -> int:
         """Requests compressed so far."""

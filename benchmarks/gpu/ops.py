@@ -1,9 +1,9 @@
 """Every op, launched as the engine launches it, beside its reference and its floor.
 
 The window scores of several layers share a launch, the more the shorter the prompt
-(`Packer.observe`); column sums (`PromptCompressor.after_attention`), what is read of keys and
+(`Packer._observe`); column sums (`PromptCompressor.after_attention`), what is read of keys and
 values alone, and merging are launched layer by layer; ranking and moving take all layers of a
-prompt at once (`Packer.pack`).
+prompt at once (`Packer.run`).
 """
 
 from collections.abc import Callable, Sequence

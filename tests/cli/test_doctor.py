@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from broken_sites import WITHOUT_VLLM, broken, without
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.presets import RECOMMENDED
@@ -172,7 +173,9 @@ def test_an_answer_that_is_bounded_is_examined(method, examined, tiny, monkeypat
     assert all(check["ok"] for check in found.values()), found
     assert "1 of 1 ranks packed the answer again" in found["answer"]["detail"]
     if method == "cake":
-        monkeypatch.setattr(PromptCompressor, "_pack_again", lambda self: None)
+        run = Packer.run
+        of_prompts = lambda jobs: [job for job in jobs if job.todo.prefill]  # noqa: E731
+        monkeypatch.setattr(Packer, "run", lambda self, jobs: run(self, of_prompts(jobs)))
         found = checks(examined("doctor", tiny, "--json", *flags))
         assert "does not bound it" in found["answer"]["detail"]
         assert [name for name, check in found.items() if not check["ok"]] == ["answer"]
@@ -189,7 +192,7 @@ def test_without_a_model_it_checks_the_installation(examined):
 
 def test_a_worker_that_packs_nothing_is_found(examined, tiny, monkeypatch):
     """Blocks are freed, nothing was packed and the plan is acknowledged: no error anywhere."""
-    end = lambda self: (self._plan_number, self.abort_step())[0]  # noqa: E731
+    end = lambda self: (self._step.plan and self._step.plan.number, self.abort_step())[0]  # noqa: E731
     monkeypatch.setattr(PromptCompressor, "end_step", end)
     found = checks(examined("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
@@ -197,7 +200,7 @@ def test_a_worker_that_packs_nothing_is_found(examined, tiny, monkeypatch):
 
 
 def test_a_scheduler_that_plans_nothing_is_found(examined, tiny, monkeypatch):
-    monkeypatch.setattr(Planner, "plan_of", lambda self, request_id: None)
+    monkeypatch.setattr(Planner, "_prefill", lambda self, request: None)
     found = checks(examined("doctor", tiny, "--json", *TINY))
     assert not found["worker"]["ok"]
     assert not found["blocks"]["ok"]

@@ -46,10 +46,10 @@ BUFFERS = broken("vllm.v1.worker.cpu_worker", f"exec({_BUFFERS!r}, {{'module': m
 # An earlier stage raises where nobody hears: vLLM asks the last one alone.
 FIRST_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
-    "pack = module.Packer.pack; module.Packer.pack = lambda self, finished: ("
-    "finished.todo.settings.compress == 'cake'"
+    "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
+    "any(job.todo.settings.compress == 'cake' for job in jobs)"
     " and module.torch.distributed.get_rank() == 0 and module.torch.empty(2**60),"
-    " pack(self, finished))[1]",
+    " run(self, jobs))[1]",
 )
 # Whole blocks and a budget in tokens: what a layer keeps does not depend on how many there are.
 # Of the last prompt it does: each stage rounds for itself.

@@ -62,10 +62,10 @@ if __name__ == "__main__":
 # engine's own environment says so, which reaches Ray's actors too.
 SECOND_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
-    "pack = module.Packer.pack; module.Packer.pack = lambda self, finished: ("
-    "finished.todo.settings.compress == __import__('os').environ.get('CANNOT_PACK')"
+    "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
+    "any(job.todo.settings.compress == __import__('os').environ.get('CANNOT_PACK') for job in jobs)"
     " and module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60),"
-    " pack(self, finished))[1]",
+    " run(self, jobs))[1]",
 )
 
 

@@ -118,7 +118,7 @@ def held_of(llm, move, prompt):
         stays = count * BLOCK
         tail = torch.arange(prompt // BLOCK * BLOCK, prompt)
         pages = tables[0, layer, : count + 1]
-        keys, values = llm.compressor.packer.read(pages)
+        keys, values = llm.compressor.packer.mover.read(pages)
         keys, values = keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
         heads = []
         for kv, kept in enumerate(move.kept[layer, :, :stays].long()):
@@ -142,19 +142,19 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(method, checkpoints_folder)
         max_model_len=1024,
         max_num_batched_tokens=150,
     ) as llm:
-        seen, packer = llm.record_attention(), llm.compressor.packer
-        own = packer._move
+        seen, mover = llm.record_attention(), llm.compressor.packer.mover
+        own = mover.move
 
-        def moving(finished, move):
+        def moving(move):
             moves.append(move)
-            return own(finished, move)
+            return own(move)
 
-        packer._move = moving
+        mover.move = moving
         llm.submit("r", tokens(prompt, seed=5), answer)
         while not llm.compressor.compressed:
             llm.step()
-        (growth,) = llm.manager.planner.growing.values()
-        start = growth.pages, growth.most_pages, growth.first_block
+        (holding,) = llm.holdings()
+        start = holding.pages, holding.most_pages, holding.first_block
         llm.step()
         held = held_of(llm, moves[0], prompt)
         if method == "d2o":
@@ -246,13 +246,13 @@ def test_an_answer_that_is_never_packed_leaves_a_neighbours_sums_alone(checkpoin
     config = settings("h2o", decode_budget=160, decode_interval=INTERVAL)
     beside = prompt[:96] + tokens(4, seed=4)
     with engine(model, additional_config=config) as llm:
-        judged, add = [], llm.compressor.repacker.add
+        judged, add = [], llm.compressor.adder.add
 
         def adding(latest):
             judged.extend(todo.request_id.split("-")[0] for todo, _ in latest)
             add(latest)
 
-        llm.compressor.repacker.add = adding
+        llm.compressor.adder.add = adding
         llm.submit("long", prompt, 150)
         for _ in range(3):
             llm.step()

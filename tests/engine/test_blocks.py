@@ -122,6 +122,6 @@ def test_aborts_at_every_stage_give_everything_back(model):
             llm.llm.llm_engine.abort_request(external, internal=True)
             llm.drain()
             assert llm.free_blocks == free
-        assert not llm.manager.planner._settled
+        assert not llm.manager.planner.schedules
         assert not llm.manager._packed
         assert not llm.manager._cacheable

@@ -13,7 +13,7 @@ from amx_layout import offsets, pretend_amx, pretend_no_amx
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
 from quantised import FLOAT8
-from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
+from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.pages.layouts import Strided, Tiled, find_layout, read
 from vllm_kvcompress.errors import ConfigError
 
@@ -208,12 +208,8 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
             max_num_seqs=4,
             max_model_len=LONGEST,
         ) as llm:
-            assert isinstance(llm.compressor.packer, TiledPacker) == (kind == "tiles")
-            moved, move = [], llm.compressor.packer._move
-            llm.compressor.packer._move = lambda finished, *rest, move=move, moved=moved: (
-                moved.append(finished.todo.in_place),
-                move(finished, *rest),
-            )
+            assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
+            moved = llm.watch_packing(lambda done: done.todo.in_place)
             answers[kind] = [
                 llm.generate(prompts, 6, extra_args={"kv_compress": name} if name else None)
                 for name in methods
@@ -239,12 +235,8 @@ def test_what_is_packed_again_on_tiles_is_as_on_vectors(checkpoints_folder, monk
             max_num_seqs=4,
             max_model_len=512,
         ) as llm:
-            packed, run = [], llm.compressor.repacker.run
-            llm.compressor.repacker.run = lambda due, run=run, packed=packed: (
-                packed.extend(each.todo.request_id.split("-")[0] for each in due),
-                run(due),
-            )[1]
+            packed = llm.watch_repacking()
             prompts = [PROMPTS[1][:300], PROMPTS[2][:20], PROMPTS[0][:405]]
             answers[kind] = [llm.generate(prompts, 80, extra_args=method) for method in asked]
-            assert len(set(packed)) == 6
+            assert len({name.split("-")[0] for name in packed}) == 6
     assert answers["tiles"] == answers["vectors"]

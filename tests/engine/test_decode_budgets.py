@@ -185,9 +185,9 @@ def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
             if request is not None:
                 held = llm.manager.num_blocks_held(request.request_id)
                 assert free - llm.free_blocks == held
-                growth = llm.manager.planner.growing.get(request.request_id)
-                if growth is not None and growth.frozen:
-                    packed.append(growth.first_block * BLOCK)
+                (holding,) = llm.holdings() or [None]
+                if holding is not None and holding.frozen:
+                    packed.append(holding.first_block * BLOCK)
                     assert held <= BUDGET // BLOCK + INTERVAL // BLOCK + 1
         assert llm.free_blocks == free
     replay = Replay(method, SHAPES[name], seen)
@@ -202,7 +202,7 @@ def kept_of(llm, seen, prompt):
     pool, held = llm.compressor.pool, []
     (slot,) = pool._slots.values()
     for layer, count in enumerate(pool._num_packed[slot].tolist()):
-        keys, _ = llm.compressor.packer.read(pool._packed[slot, layer, :count].long())
+        keys, _ = llm.compressor.packer.mover.read(pool._packed[slot, layer, :count].long())
         keys = keys.permute(1, 0, 3, 2).flatten(1, 2)
         heads, dim = keys.shape[0], keys.shape[2]
         own = torch.cat([part.flatten(1) for part in seen[layer]["k"]])[:prompt]
@@ -233,8 +233,8 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
         while not llm.compressor.compressed:
             llm.step()
         held = kept_of(llm, seen, prompt)
-        (growth,) = llm.manager.planner.growing.values()
-        pages, most_pages, first = growth.pages, growth.most_pages, growth.first_block
+        (holding,) = llm.holdings()
+        pages, most_pages, first = holding.pages, holding.most_pages, holding.first_block
         llm.drain()
     replay = Replay(method, shape, seen, prompt, budget, answer)
     replay.held, replay.pages, replay.most_pages, replay.first_block = (
@@ -338,7 +338,7 @@ def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
                 assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             for request_id, output in llm.step().items():
                 got[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
-            seen |= {growth.frozen for growth in llm.manager.planner.growing.values()}
+            seen |= {holding.frozen for holding in llm.holdings()}
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break
         assert seen == {False, True}

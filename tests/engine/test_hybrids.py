@@ -20,7 +20,7 @@ from test_added_pieces import piecewise as and_bounded
 from test_prompts_in_pieces import Prompt, piecewise
 from test_reference import softmax
 from vllm_kvcompress.commands import plan as planning
-from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
+from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.layer_groups import layer_groups, layer_types
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -324,6 +324,6 @@ def test_tiles_answer_as_vectors(name, checkpoints_folder, monkeypatch):
         pretend(monkeypatch)
         model = make(name, checkpoints_folder)
         with engine(model, additional_config=FREE, dtype="bfloat16", max_num_seqs=4) as llm:
-            assert isinstance(llm.compressor.packer, TiledPacker) == (kind == "tiles")
+            assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
             made[kind] = answers(llm)
     assert made["tiles"] == made["vectors"]

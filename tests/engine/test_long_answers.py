@@ -4,14 +4,12 @@ What each request holds is counted from lengths alone, here by hand, and compare
 with vLLM's own pool and with vLLM's gauge.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, settings
-from vllm_kvcompress.growth import most_blocks
 
 pytestmark = pytest.mark.skipif(V2, reason="blocks are the scheduler's, whatever the runner")
 
@@ -114,16 +112,18 @@ def test_every_step_of_2000_holds_what_lengths_say_and_the_gauge_follows(model):
                 if computed < request.num_prompt_tokens:
                     continue
                 if own not in by_hand:
-                    growth, blocks = manager.planner.growing[own], len(manager._packed.get(own, ()))
+                    schedule = manager.planner.schedules[own]
+                    blocks = len(manager._packed.get(own, ()))
                     by_hand[own] = Lengths(
                         prompt=request.num_prompt_tokens,
                         last=request.num_prompt_tokens + ANSWER,
                         blocks=blocks,
-                        pages=growth.pages,
-                        first=growth.first_block,
+                        pages=schedule.holding.pages,
+                        first=schedule.holding.first_block,
                     )
-                    most[own] = most_blocks(
-                        dataclasses.replace(growth), packed=blocks, tokens=growth.last - 1
+                    answer = schedule.answer
+                    most[own] = answer.most_blocks(
+                        schedule.holding, packed=blocks, tokens=answer.last - 1
                     )
                     peaks[own] = 0  # that of its prompt
                 assert held == by_hand[own].held(computed), (own, computed)

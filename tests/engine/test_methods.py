@@ -8,9 +8,9 @@ from engines import BLOCK, V2, engine, settings
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
-from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.planning.memory import layers_at_once
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 NAME = "llama-gqa"
 PRESET_NAMES = ["d2o", "chunkkv", "caote"] if V2 else list(PRESETS)
@@ -52,14 +52,10 @@ def record(llm) -> dict[int, list[tuple[torch.Tensor, ...]]]:
 
 def watch_selections(llm) -> list[list[torch.Tensor]]:
     """Per compression, the positions that each layer kept in pages."""
-    packer = llm.compressor.packer
 
-    def selected(finishing):
-        seen = packer.observe(finishing)
-        plan, method = finishing.todo.plan, finishing.method
-        pages = method.layer_pages(plan, seen)
-        counts = (pages * plan.block_size).tolist()
-        kept = zip(method.select(seen, plan, pages), counts, strict=True)
+    def selected(done):
+        counts = (done.counts * done.todo.plan.block_size).tolist()
+        kept = zip(done.kept, counts, strict=True)
         return [positions[:, :count].long() for positions, count in kept]
 
     return llm.watch_packing(selected)
@@ -72,7 +68,7 @@ def pages_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     held = []
     for layer, count in enumerate(pool._num_packed[slot].tolist()):
         pages = pool._packed[slot, layer, :count].long()
-        keys, values = compressor.packer.read(pages)
+        keys, values = compressor.packer.mover.read(pages)
         held.append((keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)))
     return held
 
@@ -85,7 +81,7 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     held = []
     for layer in range(len(pool.layer_offset)):
         page = pool.flat_ids(layer, torch.tensor([last.block_id]))
-        keys, values = compressor.packer.read(page)
+        keys, values = compressor.packer.mover.read(page)
         held.append((keys[0].mT, values[0]))
     return held
 

@@ -5,9 +5,10 @@ import os
 import pytest
 import torch
 
-from vllm_kvcompress.engine.compression import compressor as engine
-from vllm_kvcompress.engine.compression import repacker
+from vllm_kvcompress.engine.compression import warm_up
+from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.compression.mover import StridedMover
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.pages import layouts as kv_layouts
@@ -17,8 +18,8 @@ from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.repacking import adds_up, merges, ring_window
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import adds_up, merges, method_of, ring_window
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
@@ -36,11 +37,18 @@ def pool_on(device: str) -> PagePool:
     return PagePool([*store], max_requests=3, max_rows=4, max_blocks=80, block_size=BLOCK)
 
 
+def warming_up(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
+    mover = StridedMover(pool, kv_layouts.INTERLEAVED)
+    packer = Packer(mover, scales=scales_on(pool.pages.device.type), num_layers=LAYERS)
+    asked = HEADS, DIM, torch.bfloat16
+    return warm_up.WarmUp(packer, AttentionAdder(packer), settings, asked)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random"}))
 def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     """Budgets of lengths alone are uploaded, from pinned memory; so are destination blocks."""
-    names, plan = launches(monkeypatch), engine.Compression
+    names, pack = launches(monkeypatch), warm_up.Pack
 
     def uploaded(values, dtype, device):
         return torch.empty(len(values), dtype=dtype, device="meta")
@@ -48,9 +56,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     monkeypatch.setattr(
         page_pool, "async_tensor_h2d", lambda values, device, dtype: uploaded(values, dtype, device)
     )
-    monkeypatch.setattr(
-        engine, "Compression", lambda **given: plan(**{**given, "in_place": in_place})
-    )
+    monkeypatch.setattr(warm_up, "Pack", lambda **given: pack(**{**given, "in_place": in_place}))
     settings = CompressionConfig.parse({"compress": preset, "budget": 0.3, "min_prompt": 200})
     compressor = PromptCompressor(
         settings,
@@ -60,9 +66,9 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
         stages=Stages([range(LAYERS)]),
         queries=(HEADS, DIM, torch.bfloat16),
     )
-    if not engine.method_of(settings).allocator.reads:
+    if not method_of(settings).allocator.reads:
         pages = uploaded(range(LAYERS), torch.int64, "meta")
-        monkeypatch.setattr("vllm_kvcompress.pipeline.layer_pages", lambda *_: pages)
+        monkeypatch.setattr("vllm_kvcompress.methods.method.layer_pages", lambda *_: pages)
     with nothing_uploaded_or_read():
         compressor.warm_up(1000)
     assert names.count("_move_kernel") >= 1 + in_place
@@ -95,11 +101,9 @@ def test_warming_up_writes_nothing_but_the_null_block(preset):
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
         )
-    packing = repacker.Repacker(
-        Packer(pool, kv_layouts.INTERLEAVED, scales=scales_on("cpu"), num_layers=LAYERS), pool.ring
-    )
-    packing.warm_up(settings, settings.resolved_decode_window)
-    packing.warm_up(settings, settings.resolved_window, (HEADS, DIM, torch.bfloat16))
+    packing = warming_up(pool, settings)
+    packing.pack_again(settings.resolved_decode_window, prefill=False)
+    packing.pack_again(settings.resolved_window, prefill=True)
     null = pool.every_layer(torch.zeros(1, dtype=torch.int64)).flatten()
     others = torch.ones(len(before), dtype=torch.bool).index_fill_(0, null, False)
     assert torch.equal(pool.pages[others], before[others])
@@ -124,9 +128,9 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
         {"compress": preset, "decode_budget": 64, "decode_interval": BLOCK}
         | {"max_whole": 4096, "piece": 64 * BLOCK}
     )
-    if not engine.method_of(settings).allocator.reads:
+    if not method_of(settings).allocator.reads:
         pages = uploaded(range(LAYERS), "meta", torch.int64)
-        monkeypatch.setattr("vllm_kvcompress.pipeline.layer_pages", lambda *_: pages)
+        monkeypatch.setattr("vllm_kvcompress.methods.method.layer_pages", lambda *_: pages)
     pool, window = pool_on("meta"), settings.resolved_decode_window
     adds, merging = adds_up(settings), merges(settings)
     pool.remember(KV_HEADS, sums=adds, thresholds=merging)
@@ -141,9 +145,9 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
             dtype=torch.bfloat16,
             device=torch.device("meta"),
         )
-    packer = Packer(pool, kv_layouts.INTERLEAVED, scales=scales_on("meta"), num_layers=LAYERS)
+    packing = warming_up(pool, settings)
     with nothing_uploaded_or_read():
-        repacker.Repacker(packer, pool.ring).warm_up(settings, window)
+        packing.pack_again(window, prefill=False)
     # of keys and of values one KV head at a time: staged, and written; merged, all heads at once
     assert names.count("_move_kernel") == 2 * 2 * (1 if merging else KV_HEADS)
     assert names.count("fold_kernel") == 2 * merging
@@ -151,14 +155,13 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
     assert names.count("columns_kernel") == 2 * bool(kept)
     assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
-    asked = HEADS, DIM, torch.bfloat16
     with nothing_uploaded_or_read():
-        repacker.Repacker(packer, None).warm_up(settings, settings.resolved_window, asked)
+        packing.pack_again(settings.resolved_window, prefill=True)
     # a prompt that is packed at a boundary: its layers divide anew each time
     assert names.count("_move_kernel") == 2 * (1 if merging else KV_HEADS)
     # and chunks of 8 to 128 rows that were added up before, where attention is
     chunks = 5 if adds else 0
-    window = Reads.WINDOW in engine.method_of(settings).reads
+    window = Reads.WINDOW in method_of(settings).reads
     assert names.count("columns_kernel") == window + chunks
 
 

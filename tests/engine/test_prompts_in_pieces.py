@@ -10,6 +10,7 @@ import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, settings
 from test_decode_budgets import WINDOWS, Replay, rounded
+from vllm_kvcompress.planning.schedules import EveryPiece
 
 once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 METHODS = [
@@ -207,9 +208,8 @@ def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(check
         (request,) = llm.running()
         assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
         planner = llm.manager.planner
-        pieces = planner.pieces_of(request)
-        assert pieces is not None
-        assert planner.plan_of(request.request_id) is None
+        pieces = planner.schedule_of(request).prefill
+        assert isinstance(pieces, EveryPiece)
         most = request.num_tokens - 1
         assert planner.longest_hit(request, most) == pieces.first_end - WINDOW < most
         llm.drain()

@@ -16,7 +16,7 @@ from test_added_pieces import piecewise as and_bounded
 from test_methods import LENGTHS, NEW, PROMPTS, pages_of, record, watch_selections
 from test_prompts_in_pieces import Prompt
 from test_prompts_in_pieces import piecewise as in_pieces
-from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
+from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
 
@@ -150,7 +150,7 @@ def test_tiles_of_bytes_answer_as_vectors_of_bytes(stored, models, monkeypatch):
         pretend(monkeypatch)
         options = dict(dtype="bfloat16", kv_cache_dtype=stored, max_num_seqs=4, max_model_len=1024)
         with engine(models[stored], additional_config=config, **options) as llm:
-            assert isinstance(llm.compressor.packer, TiledPacker) == (kind == "tiles")
+            assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
             answers[kind] = [
                 llm.generate(PROMPTS, 60, extra_args={"kv_compress": name})
                 for name in ("cake", "caote", "tova")

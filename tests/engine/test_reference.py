@@ -114,7 +114,7 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
         held = []
         for layer, count in enumerate(counts):
             pages = pool._packed[slot, layer, :count].long()
-            keys, values = compressor.packer.read(pages)
+            keys, values = compressor.packer.mover.read(pages)
             held.append(
                 (keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2))
             )

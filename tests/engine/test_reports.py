@@ -14,7 +14,7 @@ from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
-from vllm_kvcompress.engine.messages.step import Compression, Packed, StepPlan
+from vllm_kvcompress.engine.messages.step import Pack, Packed, StepPlan
 from vllm_kvcompress.engine.messages.usage import take_kept
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.methods.page_plan import page_plan
@@ -25,9 +25,7 @@ SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
 
 def todo(name, tokens=100):
     plan = page_plan(SETTINGS.prompt(2, tokens), 16)
-    return Compression(
-        request_id=name, settings=SETTINGS, plan=plan, destination=(), in_place=False
-    )
+    return Pack(request_id=name, settings=SETTINGS, plan=plan, tokens=tokens, destination=())
 
 
 class Event:
@@ -65,7 +63,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
         watch = Stopwatch(gpu)
         with watch.running():
             pass
-        reports.add(todo(name), 100, torch.tensor([2, 1]), watch)
+        reports.add(todo(name), torch.tensor([2, 1]), watch)
     assert Event.made == 8
     assert reports.take() == []
     Event.reached = 3  # a's packing, not yet its copy
@@ -83,7 +81,7 @@ def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
     for _ in range(3):
         with watch.running():
             sum(range(1000))
-    reports.add(todo("r", 101), 101, torch.tensor([3, 0]), watch)
+    reports.add(todo("r", 101), torch.tensor([3, 0]), watch)
     (done,) = reports.take()
     assert (done.method, done.tokens, done.layer_tokens) == ("cake", 101, (53, 5))
     assert done.kept == 29
@@ -128,7 +126,7 @@ def news_of(output):
 
 def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has_them():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(number=1, observe=(), compress=(todo("a"), todo("b"))))
+    notes.plan(StepPlan(number=1, pack=(todo("a"), todo("b"))))
     first, other = outputs("a", "c")
     notes.send([first, other])
     assert news_of(other) is None
@@ -147,7 +145,7 @@ def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has
 
 def test_layers_of_an_earlier_compression_are_not_a_later_ones():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(number=1, observe=(), compress=(todo("a", 120),)))
+    notes.plan(StepPlan(number=1, pack=(todo("a", 120),)))
     notes.report([packed("a", 100, (52, 36))])
     (output,) = outputs("a")
     notes.send([output])
@@ -159,7 +157,7 @@ def test_layers_of_an_earlier_compression_are_not_a_later_ones():
 
 def test_requests_that_are_gone_leave_no_news():
     notes = UsageNotes()
-    notes.plan(StepPlan(number=1, observe=(), compress=(todo("a"), todo("b"))))
+    notes.plan(StepPlan(number=1, pack=(todo("a"), todo("b"))))
     notes.report([packed("gone", 100, (52, 36))])
     notes.forget({"b": None})
     assert len(notes) == 1

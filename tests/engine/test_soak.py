@@ -224,15 +224,9 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         assert llm.free_blocks == free
         manager, compressor = llm.manager, llm.compressor
         left = [
-            *(manager.planner._settled, manager._packed, manager._cacheable, manager._planned),
-            *(manager._observe, compressor._prefills, compressor.pool._slots),
-            *(
-                manager.planner._in_pieces,
-                manager._grow,
-                manager._repacks,
-                manager.planner.growing,
-                compressor._due,
-            ),
+            *(manager.planner.schedules, manager._packed, manager._cacheable, manager._pending),
+            *(manager._observe, manager._grow, manager._add),
+            *(compressor._prefills, compressor._step, compressor.pool._slots),
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
         ]
         assert not any(left), left
@@ -281,10 +275,10 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         for request_id in sorted(single & asked.keys(), key=int):
             request, at = asked[request_id], cuts.get(request_id, [])
             at = at if request_id in packing else []
-            llm.manager.use(config if request_id in meant else left_whole)
+            llm.manager.replace_settings(config if request_id in meant else left_whole)
             answer = done[request_id]
             llm.alone(request.prompt, request.new, answer, at, extra_args=asks[request_id])
-        llm.manager.use(config)
+        llm.manager.replace_settings(config)
         others = [request_id for request_id in asked if request_id not in single]
         for start in range(0, len(others), TOGETHER):
             few = others[start : start + TOGETHER]

@@ -133,9 +133,9 @@ def test_trap_07_preempted_in_the_step_that_planned_its_compression(spare, model
         taken, preempt = [], llm.scheduler._preempt_request
 
         def preempting(request, *rest, **named):
-            taken.append(len(llm.manager._planned))
+            taken.append(len(llm.manager._pending))
             preempt(request, *rest, **named)
-            assert not llm.manager._planned
+            assert not llm.manager._pending
 
         llm.scheduler._preempt_request = preempting
         llm.submit("other", other, 20)  # a prompt alone in its engine is not cut into chunks
@@ -168,15 +168,8 @@ def test_trap_10_blocks_of_a_compressed_request_are_not_where_their_tokens_say(m
 
 def test_the_window_is_never_evicted(model):
     with engine(model, additional_config=settings("streamingllm", 0.2)) as llm:
-        kept = []
-        from vllm_kvcompress import pipeline as module
-
-        original = module.kept_positions
-        module.kept_positions = lambda *a: (kept.append(original(*a)), kept[-1])[1]
-        try:
-            llm.generate([PROMPT], 3)
-        finally:
-            module.kept_positions = original
+        kept = llm.watch_packing(lambda done: done.kept)
+        llm.generate([PROMPT], 3)
         end = len(PROMPT) // BLOCK * BLOCK
         assert kept
         for positions in (layer for stack in kept for layer in stack):
@@ -270,7 +263,7 @@ def test_the_adapter_reads_what_vllm_wrote(name, dtype, block, checkpoints_folde
         compressor = llm.compressor
         for index, (key, value) in written.items():
             pages = compressor.pool.flat_ids(index, ids)
-            keys, values = compressor.packer.read(pages)
+            keys, values = compressor.packer.mover.read(pages)
             keys = keys.permute(0, 3, 1, 2).flatten(0, 1)[: len(PROMPT)]
             values = values.permute(0, 2, 1, 3).flatten(0, 1)[: len(PROMPT)]
             assert torch.equal(keys, key[: len(PROMPT)].view_as(keys))

@@ -9,9 +9,7 @@ from typing import Any
 
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.growth import Growth, most_blocks
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.pieces import pieces_of
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
     Sizes,
@@ -20,6 +18,7 @@ from vllm_kvcompress.planning.memory import (
     sums_per_block,
     table_bytes,
 )
+from vllm_kvcompress.planning.schedules import EveryInterval, Holding, pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
@@ -302,19 +301,15 @@ def _blocks(
     if settings is not None and settings.enabled:
         pieces = pieces_of(settings, sizes.layers, block, load.prompt)
     if pieces is not None:
-        prefill = pieces.most_blocks()
+        prefill = pieces.most_blocks
     if settings is not None and settings.enabled and settings.decode_budget is not None:
-        growth = Growth(
-            settings=settings,
-            num_layers=sizes.layers,
-            block_size=block,
-            prefilled=load.prompt,
-            last=load.prompt + load.output,
-        )
+        holding = Holding(num_layers=sizes.layers, block_size=block)
         if plan is not None:
-            growth.prefill_packed(plan)
+            holding.pack(plan, load.prompt // block)
+        last = load.prompt + load.output
+        answer = EveryInterval(settings=settings, prefilled=load.prompt, last=last)
         packed = 0 if plan is None else plan.blocks
-        end = most_blocks(growth, packed=packed, tokens=load.cached)
+        end = answer.most_blocks(holding, packed=packed, tokens=load.cached)
     return Blocks(
         prefill=prefill + sizes.windowed_blocks(load.prompt, sizes.in_flight),
         decoding=decoding + sizes.windowed_blocks(load.prompt),

@@ -13,7 +13,7 @@ from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.planning.model_traits import plain_cache, traits_of
-from vllm_kvcompress.planning.obstacles import why_not_bounded, why_not_in_pieces, why_not_merged
+from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
 from vllm_kvcompress.settings.config import CompressionConfig
 
 # vLLM's own block sizes, where none is asked for.
@@ -128,9 +128,8 @@ def ask(
         raise ConfigError(
             f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
         )
-    for why_not in (why_not_bounded, why_not_in_pieces):
-        if (reason := why_not(checked, block_size or _BLOCK.get(device))) is not None:
-            raise ConfigError(reason)
+    if (reason := why_not_again(checked, block_size or _BLOCK.get(device))) is not None:
+        raise ConfigError(reason)
     if device not in _BLOCK:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
     if device != "cuda" and gpu_gib is not None:

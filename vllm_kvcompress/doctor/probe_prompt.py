@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.growth import Growth
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.schedules import EveryInterval, Holding
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ANSWER = 24
@@ -73,29 +73,25 @@ class Limits:
 
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Blocks that a compressed request holds once `computed` of its tokens are."""
-        pages, first_block, _ = self._after(plan, computed)
-        return -(-pages // self.layers) + -(-computed // self.block_size) - first_block
+        holding, _ = self._after(plan, computed)
+        ordinary = -(-computed // self.block_size) - holding.first_block
+        return -(-holding.pages // self.layers) + ordinary
 
     def times_repacked(self, plan: PagePlan) -> int:
         """How often the answer is packed again."""
-        return self._after(plan, plan.tokens + self.answer)[2]
+        return self._after(plan, plan.tokens + self.answer)[1]
 
-    def _after(self, plan: PagePlan, computed: int) -> tuple[int, int, int]:
-        """Pages that are packed by then, the first block that is not, and how often it was."""
+    def _after(self, plan: PagePlan, computed: int) -> tuple[Holding, int]:
+        """What is held once `computed` tokens are, and how often the answer was packed by then."""
+        holding, times = Holding(num_layers=self.layers, block_size=self.block_size), 0
+        holding.pack(plan, plan.full_blocks)
         if self.settings.decode_budget is None:
-            return plan.pages, plan.full_blocks, 0
-        growth = Growth(
-            settings=self.settings,
-            num_layers=self.layers,
-            block_size=self.block_size,
-            prefilled=plan.tokens,
-            last=plan.tokens + self.answer,
-        )
-        growth.prefill_packed(plan)
-        times = 0
+            return holding, 0
+        last = plan.tokens + self.answer
+        answer = EveryInterval(settings=self.settings, prefilled=plan.tokens, last=last)
         for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
-            again = growth.plan(blocks * self.block_size)
+            again = answer.plan(holding, blocks * self.block_size)
             if again is not None:
-                growth.packed(again, blocks)
+                holding.pack(again, blocks, freeze=True)
                 times += 1
-        return growth.pages, growth.first_block, times
+        return holding, times

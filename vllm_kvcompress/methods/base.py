@@ -38,14 +38,27 @@ class Reads(enum.Flag):
     """The scorer's scores of every layer (allocators only)."""
 
 
+BY_KEYS = "it compares the cached keys, which is not done once tokens are dropped"
+BY_SCORES = "it shares the budget by the scores of the whole prompt"
+BY_QUERIES = "it divides by the queries that saw a token, which are not counted for an answer"
+"""Why a part of a method needs all tokens of a prompt (`needs_whole_prompt`)."""
+
+
 class Allocator(Protocol):
     """Gives each layer its share of the budget."""
 
     exact_ratio: ClassVar[bool]
     """Whether a ratio is rounded once over all layers, instead of down in each."""
+    even: ClassVar[bool]
+    """Whether every layer gets the same share."""
 
     @property
     def reads(self) -> Reads: ...
+
+    @property
+    def needs_whole_prompt(self) -> str:
+        """Why all tokens of a prompt must be there, for a refusal; empty where they need not."""
+        ...
 
     def allocate(self, prompt: Prompt, stats: LayerStats | None) -> torch.Tensor:
         """Past tokens to keep in each layer: ``[N]`` int64 in [0, P] with sum `prompt.past_total`.
@@ -60,6 +73,14 @@ class Scorer(Protocol):
 
     @property
     def reads(self) -> Reads: ...
+
+    @property
+    def needs_whole_prompt(self) -> str:
+        """Why all tokens of a prompt must be there, for a refusal; empty where they need not.
+
+        Where it is empty, several layers come at once and differ in length (`Columns`).
+        """
+        ...
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32; higher is kept."""

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
-from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.planning.layer_groups import LayerGroups
-from vllm_kvcompress.repacking import adds_up, keeps_sums, merges, ring_window
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import (
+    adds_up,
+    keeps_sums,
+    merges,
+    method_of,
+    ring_window,
+)
 from vllm_kvcompress.settings.overrides import largest_budgets
 
 _INT = _FLOAT = 4
@@ -131,7 +135,7 @@ def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None)
 
 def _uneven(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
     """Packed pages that one layer may have beyond the blocks that hold all layers'."""
-    if isinstance(method_of(variant).allocator, Uniform):
+    if method_of(variant).allocator.even:
         return 0
     # a shorter prompt's tail may leave each layer one more
     pages = _most_pages(sizes, settings, variant) + sizes.layers

@@ -1,54 +1,43 @@
-"""Why a method cannot pack anything more than once, in sentences."""
+"""Why an engine cannot pack anything more than once, in sentences."""
 
-from vllm_kvcompress.growth import wrong_interval
-from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.methods.scorers.accumulated import H2O
-from vllm_kvcompress.methods.scorers.caote import Caote
-from vllm_kvcompress.methods.scorers.chance import Random
-from vllm_kvcompress.pipeline import Method, method_of
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.pieces import wrong_piece
+from vllm_kvcompress.settings.method_of import method_of
 
 
-def why_not_bounded(settings: CompressionConfig, block_size: int | None) -> str | None:
-    """Why an engine cannot bound its answers, in a sentence; None if it can, or need not.
-
-    Args:
-        block_size: tokens in a KV block; None where that is not known yet.
-    """
-    if settings.decode_budget is None:
-        return None
-    for variant in settings.variants:
-        if reason := obstacle(method_of(variant)):
-            can = _possible()
-            return (
-                f"--kv-decode-budget cannot bound answers by {variant.compress!r}: {reason}; choose"
-                f" from {can}, or remove --kv-decode-budget"
-            )
-    if block_size and settings.decode_interval % block_size:
-        return wrong_interval(settings.decode_interval, block_size)
-    return None
-
-
-def why_not_in_pieces(settings: CompressionConfig, block_size: int | None) -> str | None:
-    """Why an engine cannot pack prompts piece by piece, in a sentence; None if it can.
+def why_not_again(settings: CompressionConfig, block_size: int | None) -> str | None:
+    """Why answers cannot be bounded, or prompts packed piece by piece; None if they can.
 
     Args:
         block_size: tokens in a KV block; None where that is not known yet.
     """
-    if settings.max_whole is None:
-        return None
-    for variant in settings.variants:
-        if reason := obstacle(method_of(variant)):
-            can = _possible()
+    asked = {
+        "--kv-decode-budget": (settings.decode_budget, "bound answers"),
+        "--kv-max-whole": (settings.max_whole, "pack prompts"),
+    }
+    for flag, (given, purpose) in asked.items():
+        for variant in settings.variants if given is not None else ():
+            if reason := method_of(variant).why_whole:
+                return (
+                    f"{flag} cannot {purpose} by {variant.compress!r}: {reason}; choose from"
+                    f" {_possible()}, or remove {flag}"
+                )
+    return why_not_in_blocks(settings, block_size) if block_size else None
+
+
+def why_not_in_blocks(settings: CompressionConfig, block_size: int) -> str | None:
+    """Why an interval or a piece does not end with a block, in a sentence; None if both do."""
+    asked = {
+        "--kv-decode-interval": (settings.decode_budget, settings.decode_interval),
+        "--kv-piece": (settings.max_whole, settings.piece),
+    }
+    for flag, (given, tokens) in asked.items():
+        if given is not None and tokens % block_size:
             return (
-                f"--kv-max-whole cannot pack prompts by {variant.compress!r}: {reason}; choose from"
-                f" {can}, or remove --kv-max-whole"
+                f"{flag} must be a multiple of the KV block, which has {block_size} tokens here,"
+                f" got {tokens}; set it to {max(tokens // block_size, 1) * block_size}"
             )
-    if block_size and settings.piece % block_size:
-        return wrong_piece(settings.piece, block_size)
     return None
 
 
@@ -72,26 +61,4 @@ def why_not_merged(settings: CompressionConfig, stored: str | None, cure: str) -
 
 def _possible() -> list[str]:
     presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
-    return sorted(name for name, own in presets.items() if not obstacle(method_of(own)))
-
-
-def obstacle(method: Method) -> str:
-    """Why a method cannot judge what a request holds; empty if it can."""
-    reads = method.reads
-    if Reads.COLUMN_SUMS in method.scorer.reads and isinstance(method.scorer, Caote):
-        return "it weighs the sums of every query head, of which the mean over a KV head's is kept"
-    if Reads.COLUMN_MEANS in reads or (isinstance(method.scorer, H2O) and method.scorer.per_query):
-        return "it divides by the queries that saw a token, which are not counted for an answer"
-    if Reads.KEYS in reads:
-        return "it compares the cached keys, which is not done once tokens are dropped"
-    if Reads.SCORES in reads:
-        return "it shares the budget by the scores of the whole prompt"
-    if Reads.POOLED in reads:
-        return "it compares scores with their mean over the whole prompt"
-    if Reads.VALUES in reads and not isinstance(method.scorer, Caote):
-        return "it compares the values' norms with their sum over the whole prompt"
-    if isinstance(method.scorer, Random):
-        return "what it draws would depend on the answers packed beside it"
-    if any(method.selector.source(layer) != layer for layer in range(8)):
-        return "its layers reuse a ranking"
-    return ""
+    return sorted(name for name, own in presets.items() if not method_of(own).why_whole)

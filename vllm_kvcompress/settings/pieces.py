@@ -59,12 +59,3 @@ class PieceSettings(BaseModel):
                 f"max_whole must be at least min_prompt={min_prompt}, under which prompts are left"
                 f" whole, got {self.max_whole}; raise max_whole, or lower min_prompt"
             )
-
-
-def wrong_piece(piece: int, block_size: int) -> str:
-    """Why prompts cannot be packed every `piece` tokens, in a sentence."""
-    fits = max(piece // block_size, 1) * block_size
-    return (
-        "--kv-piece must be a multiple of the KV block, which has"
-        f" {block_size} tokens here, got {piece}; set it to {fits}"
-    )

@@ -47,7 +47,7 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
         slots = self._slots(compressor, common)
         if not any(slots):
             return super().build(common_prefix_len, common, fast_build)
-        if compressor.pool.none_packed(slots) and not compressor.packs_again:
+        if compressor.pool.none_packed(slots) and not compressor.needs_tables:
             batch = super().build(common_prefix_len, common, fast_build)
             self._follow(compressor.pool, common, slots, batch)
             return batch

@@ -1,40 +1,43 @@
-"""What a worker does in the steps of a prefill: watch its layers, and pack the prompt at its end.
+"""What a worker does in its steps: watch the layers of prefills, and pack what the plan says.
 
 Per step: `begin_step`, then `begin_batch` from the metadata builder once the batch is laid out,
 `after_attention` from each layer, and `end_step` after the last one.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcompress_kernels.column_sums import column_sums
-from vllm_kvcompress.engine.compression.packer import Finished, Packer
-from vllm_kvcompress.engine.compression.repacker import Due, Repacker
+from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
+from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
+from vllm_kvcompress.engine.compression.packer import Job, Packer
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.compression.tiled_packer import TiledPacker
-from vllm_kvcompress.engine.messages.step import Addition, Compression, Repack, StepPlan, plan_of
+from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
+from vllm_kvcompress.engine.compression.warm_up import WarmUp
+from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.pipeline import Method, method_of
+from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
+
+_ATTENTION = Reads.WINDOW | Reads.COLUMN_SUMS
 
 
 @dataclass(slots=True)
-class _Prefill:
+class Prefill:
     """What a request's earlier chunks leave for its last one.
 
     Args:
-        method: what will compress it.
+        method: what will pack it.
         window: its observation window w.
-        stopwatch: what compressing it takes.
+        stopwatch: what packing it takes.
         tokens: tokens computed so far.
         queries: per layer, the last ``[<= w, Hq, D]`` queries.
         sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far, while all tokens stand.
@@ -52,7 +55,7 @@ class _Prefill:
 
 
 @dataclass(slots=True)
-class _Span:
+class Span:
     """One watched request's tokens in this step's batch.
 
     Args:
@@ -65,11 +68,37 @@ class _Span:
     start: int
     stop: int
     blocks: torch.Tensor
-    prefill: _Prefill
+    prefill: Prefill
+
+
+@dataclass(slots=True)
+class _Step:
+    """What lives for one step.
+
+    Args:
+        plan: the scheduler's; None where this step has none.
+        drafts: rows behind the last token of a prompt, which vLLM fills up to those of a decode
+            step.
+        laid_out: whether the batch is known.
+        layers_watched: layers that ran.
+        spans: the prefills that are watched.
+        jobs: the requests that are packed after it.
+        additions: attention to add up after it, each with its row.
+        remembered: prompts whose column sums are kept beside their pages after it.
+    """
+
+    plan: StepPlan | None
+    drafts: dict[str, int]
+    laid_out: bool = False
+    layers_watched: int = 0
+    spans: list[Span] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    additions: list[tuple[Addition, int]] = field(default_factory=list)
+    remembered: list[tuple[torch.Tensor, Prefill]] = field(default_factory=list)
 
 
 class PromptCompressor:
-    """Compresses prompts on one worker.
+    """Packs what requests hold on one worker.
 
     Args:
         settings: the engine's settings, for what they say of the log and for `warm_up`.
@@ -92,28 +121,17 @@ class PromptCompressor:
     ) -> None:
         self.pool = pool
         self.compressed = 0
-        layers = stages.own
+        layers = len(stages.own)
         self.reports = Reports(stages, log=settings.log_requests)
         self._settings = settings
-        self.packer: Packer
-        if isinstance(layout, Tiled):
-            self.packer = TiledPacker(pool, layout, scales=scales, num_layers=len(layers))
-        else:
-            self.packer = Packer(pool, layout, scales=scales, num_layers=len(layers))
+        mover: Mover = (
+            TiledMover(pool, layout) if isinstance(layout, Tiled) else StridedMover(pool, layout)
+        )
+        self.packer = Packer(mover, scales=scales, num_layers=layers)
         self._queries, self.queries_dtype = queries, queries[2]
-        self.repacker = Repacker(self.packer, pool.ring)
-        self._due: list[Due] = []
-        # Attention to add up after this step, with its row; prompts whose answers grow from it on.
-        self._additions: list[tuple[Addition, int]] = []
-        self._growing: dict[str, torch.Tensor] = {}
-        self._prefills: dict[str, _Prefill] = {}
-        self._step: StepPlan | None = None
-        self._plan_number: int | None = None
-        self._layers_watched = 0
-        self._drafts: dict[str, int] = {}
-        self._spans: list[_Span] = []
-        self._finished: list[tuple[Finished, Stopwatch]] = []
-        self.running = False
+        self.adder = AttentionAdder(self.packer)
+        self._prefills: dict[str, Prefill] = {}
+        self._step: _Step | None = None
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -125,112 +143,137 @@ class PromptCompressor:
         for request_id in gone:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
-        self.abort_step()
-        self.reports.stages.settle()
-        self._step = plan_of(output)
-        # Rows behind the last token of a prompt, which vLLM fills up to those of a decode step.
-        drafts = output.scheduled_spec_decode_tokens.items() if self._step is not None else ()
-        self._drafts = {request_id: len(ids) for request_id, ids in drafts}
-        self._plan_number = None if self._step is None else self._step.number
-        self.running = True
+        self.reports.stages.wait_for_sent()
+        plan = plan_of(output)
+        drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
+        self._step = _Step(plan, {request_id: len(ids) for request_id, ids in drafts})
 
     def abort_step(self) -> None:
         """Drop what is left of a step that did not come to its end."""
-        self._step, self._spans, self._finished, self._due = None, [], [], []
-        self._additions, self._growing = [], {}
-        self._plan_number, self._layers_watched = None, 0
-        self.running = False
+        self._step = None
 
     def begin_batch(
         self, request_ids: Sequence[str], query_start: Sequence[int], block_table: torch.Tensor
     ) -> None:
-        """Find the watched requests in the batch.
+        """Find the requests of the step's plan in the batch.
 
         Args:
             request_ids: the batch's requests, in row order.
             query_start: ``R + 1`` token offsets of the rows, on the host.
             block_table: ``[R, W]`` int32 vLLM block ids.
         """
+        step = self._step
         # A step has one batch, so its plan is taken once.
-        step, self._step = self._step, None
-        if step is None:
+        if step is None or step.plan is None or step.laid_out:
             return
+        step.laid_out, plan = True, step.plan
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        pieces = [todo for todo in step.repack if todo.prefill]
-        for request_id in (*step.grow, *(todo.request_id for todo in pieces)):
+        packed = [todo.request_id for todo in plan.pack if todo.prefill and not todo.whole]
+        for request_id in (*plan.grow, *packed):
             self.pool.admit(request_id)
-        watched: list[tuple[str, CompressionConfig, Compression | Repack | None]]
-        watched = [(request_id, settings, None) for request_id, settings in step.observe]
-        watched += [(todo.request_id, todo.settings, todo) for todo in step.compress]
-        watched += [(todo.request_id, todo.settings, todo) for todo in pieces]
-        for request_id, settings, todo in watched:
-            method = method_of(settings)
-            if todo is None and not method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
+        for request_id, settings in plan.observe:
+            if method_of(settings).reads & _ATTENTION:
+                span = self._span(step, request_id, settings, row_of[request_id], query_start)
+                span.blocks = self._blocks(block_table, span.row, span.prefill.tokens)
+                if request_id in plan.grow:
+                    step.remembered.append((span.blocks, span.prefill))
+        for todo in plan.pack:
+            row = row_of[todo.request_id]
+            if not todo.prefill:
+                step.jobs.append(Job(todo=todo, method=method_of(todo.settings), row=row))
                 continue
-            row = row_of[request_id]
-            start, stop = int(query_start[row]), int(query_start[row + 1])
-            stop -= self._drafts.get(request_id, 0)
-            prefill = self._prefills.get(request_id)
-            if prefill is None:
-                prefill = self._new_prefill(method, settings.resolved_window)
-                self._prefills[request_id] = prefill
-            prefill.tokens += stop - start
-            whole = todo if isinstance(todo, Compression) else None
-            tokens = prefill.tokens if whole is None else whole.plan.tokens
-            blocks = block_table[row, : -(-tokens // self.pool.block_size)].long()
-            if todo is not None:
-                needed = tokens if isinstance(todo, Compression) else todo.tokens
-                if Reads.COLUMN_SUMS in method.reads and prefill.tokens != needed:
-                    raise RuntimeError(
-                        f"request {request_id}: {prefill.tokens} tokens of its prefill were seen"
-                        f" when it was to be packed, {needed} are needed"
-                    )
-            if whole is not None:
-                finished = Finished(
-                    todo=whole,
-                    method=method,
-                    blocks=blocks,
-                    queries=prefill.queries,
-                    sums=prefill.sums,
-                    grows=request_id in step.grow,
-                )
-                self._finished.append((finished, prefill.stopwatch))
-            if method.reads & (Reads.WINDOW | Reads.COLUMN_SUMS):
-                self._spans.append(_Span(row, start, stop, blocks, prefill))
-            if todo is None and request_id in step.grow:
-                self._growing[request_id] = blocks
-            if isinstance(todo, Repack):
-                self._due.append(Due(todo=todo, row=row, queries=prefill.queries, blocks=blocks))
-        self._additions = [(todo, row_of[todo.request_id]) for todo in step.add]
-        answers = [todo for todo in step.repack if not todo.prefill]
-        self._due += [Due(todo=todo, row=row_of[todo.request_id]) for todo in answers]
+            span = self._span(step, todo.request_id, todo.settings, row, query_start)
+            span.blocks = self._blocks(block_table, row, todo.tokens)
+            step.jobs.append(self._job(step, todo, span))
+        step.additions = [(todo, row_of[todo.request_id]) for todo in plan.add]
 
-    def _new_prefill(self, method: Method, window: int, tokens: int = 0) -> _Prefill:
-        return _Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
+    def _span(
+        self,
+        step: _Step,
+        request_id: str,
+        settings: CompressionConfig,
+        row: int,
+        query_start: Sequence[int],
+    ) -> Span:
+        """Count a chunk of a prefill, and watch its layers if its method reads attention."""
+        method = method_of(settings)
+        start, stop = int(query_start[row]), int(query_start[row + 1])
+        stop -= step.drafts.get(request_id, 0)
+        prefill = self._prefills.get(request_id)
+        if prefill is None:
+            prefill = self.new_prefill(method, settings.resolved_window)
+            self._prefills[request_id] = prefill
+        prefill.tokens += stop - start
+        span = Span(row, start, stop, self.pool.layer_offset[:0], prefill)
+        if method.reads & _ATTENTION:
+            step.spans.append(span)
+        return span
+
+    def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
+        return block_table[row, : -(-tokens // self.pool.block_size)].long()
+
+    def _job(self, step: _Step, todo: Pack, span: Span) -> Job:
+        """What packs a prompt, with what its chunks left.
+
+        Raises:
+            RuntimeError: its method reads the attention of all tokens, and some were not seen.
+        """
+        prefill = span.prefill
+        if Reads.COLUMN_SUMS in prefill.method.reads:
+            if prefill.tokens != todo.tokens:
+                raise RuntimeError(
+                    f"request {todo.request_id}: {prefill.tokens} tokens of its prefill were seen"
+                    f" when it was to be packed, {todo.tokens} are needed"
+                )
+            if prefill.held is None and todo.request_id in self.pool:
+                step.remembered.append((span.blocks, prefill))
+        return Job(
+            todo=todo,
+            method=prefill.method,
+            row=span.row,
+            blocks=span.blocks,
+            queries=prefill.queries,
+            sums=prefill.sums,
+            stopwatch=prefill.stopwatch,
+        )
+
+    def new_prefill(self, method: Method, window: int, tokens: int = 0) -> Prefill:
+        """A prefill of which `tokens` are computed and none was watched."""
+        return Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
+
+    # -- what the batch's builders and layers ask -----------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether a step is under way."""
+        return self._step is not None
 
     @property
     def planned(self) -> bool:
-        """Whether this step's batch, not laid out yet, has prefills to watch."""
-        return self._step is not None
+        """Whether this step's batch, not laid out yet, has requests to watch or to pack."""
+        step = self._step
+        return step is not None and step.plan is not None and not step.laid_out
 
     @property
     def must_see_layers(self) -> bool:
         """Whether this step's batch, not laid out yet, has prefills whose layers must be seen."""
         step = self._step
-        if step is None:
+        if step is None or step.plan is None or step.laid_out:
             return False
-        in_pieces = any(todo.prefill for todo in step.repack)
-        return bool(step.observe or step.compress or in_pieces)
+        return bool(step.plan.observe) or any(todo.prefill for todo in step.plan.pack)
 
     @property
-    def packs_again(self) -> bool:
-        """Whether this step's batch, laid out, is followed by work on what requests hold."""
-        return bool(self._due or self._additions)
+    def needs_tables(self) -> bool:
+        """Whether this step's batch, laid out, is followed by work on what the tables say."""
+        step = self._step
+        if step is None:
+            return False
+        return bool(step.additions) or any(not job.todo.whole for job in step.jobs)
 
     @property
     def watching(self) -> bool:
         """Whether `after_attention` has anything to do in this step."""
-        return bool(self._spans)
+        return self._step is not None and bool(self._step.spans)
 
     def after_attention(self, layer: int, query: torch.Tensor) -> None:
         """Keep what the end of the prefill needs of this chunk.
@@ -239,17 +282,19 @@ class PromptCompressor:
             layer: index of the layer on this worker.
             query: ``[num_tokens, Hq, D]``, rotated.
         """
-        self._layers_watched += 1
-        for span in self._spans:
+        step = self._step
+        assert step is not None
+        step.layers_watched += 1
+        for span in step.spans:
             prefill = span.prefill
             reads = prefill.method.reads_of(layer)
             if Reads.WINDOW in reads:
                 prefill.queries[layer] = self._latest(layer, span, query)
             if Reads.COLUMN_SUMS in reads:
                 with prefill.stopwatch.running():
-                    self._accumulate(layer, span, query)
+                    self.accumulate(layer, span, query)
 
-    def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
+    def _latest(self, layer: int, span: Span, query: torch.Tensor) -> torch.Tensor:
         """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
         latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
         earlier = span.prefill.queries.get(layer)
@@ -259,16 +304,18 @@ class PromptCompressor:
         # A copy, since the model goes on to write over its queries.
         return latest.clone()
 
-    def _accumulate(self, layer: int, span: _Span, query: torch.Tensor) -> None:
+    def accumulate(self, layer: int, span: Span, query: torch.Tensor) -> None:
         """Add up what the prefill's rows so far pay to every token: a chunk's rows are final."""
         prefill, rows = span.prefill, query[span.start : span.stop]
         if prefill.held is not None:
             most, computed = prefill.held
-            self.repacker.add_chunk(layer, span.row, rows, most + prefill.tokens - computed)
+            self.adder.add_chunk(layer, span.row, rows, most + prefill.tokens - computed)
             return
-        where = self.packer.where(layer, span.blocks, Reads.COLUMN_SUMS)
+        pages, scales = self.pool.flat_ids(layer, span.blocks), self.packer.scales
+        opened = self.packer.mover.open(pages, Reads.COLUMN_SUMS)
         sums = column_sums(
-            rows, where.key_pages, where.pages, prefill.tokens, where.scale, where.sinks
+            *(rows, opened.keys, opened.pages, prefill.tokens, scales.logits[layer]),
+            scales.sinks_of(layer),
         )
         earlier = prefill.sums.get(layer)
         if earlier is not None:
@@ -276,7 +323,7 @@ class PromptCompressor:
         prefill.sums[layer] = sums
 
     def end_step(self) -> int | None:
-        """Pack the prompts that ended: from the next step on they are read compressed.
+        """Pack what the plan says: from the next step on it is read packed.
 
         Returns:
             The number of the plan that was carried out; None if this step had none.
@@ -285,114 +332,50 @@ class PromptCompressor:
             RuntimeError: the batch was never laid out, so that blocks would be freed unpacked, or
                 its layers ran unseen, so that nothing could be scored.
         """
-        if self._step is not None:
+        step = self._step
+        if step is None or step.plan is None:
+            self._step = None
+            return None
+        if not step.laid_out:
             raise RuntimeError(
-                f"the step ran without its compressions of {self._step.compress}: the attention"
-                " backend's metadata builder was not called"
+                f"the step ran without packing {step.plan.request_ids}: the attention backend's"
+                " metadata builder was not called"
             )
-        if self._spans and self._layers_watched != self.packer.num_layers:
+        if step.spans and step.layers_watched != self.packer.num_layers:
             raise RuntimeError(
-                f"{self._layers_watched} of {self.packer.num_layers} layers were seen in a step"
+                f"{step.layers_watched} of {self.packer.num_layers} layers were seen in a step"
                 " whose prefills are compressed: the others ran without calling their attention,"
                 " as a replayed graph does"
             )
-        for finished, stopwatch in self._finished:
-            with stopwatch.running():
-                pages = self.packer.pack(finished)
-            self._prefills.pop(finished.todo.request_id, None)
-            self.compressed += 1
-            self.reports.add(finished.todo, finished.todo.plan.tokens, pages, stopwatch)
-        for request_id, blocks in self._growing.items():
-            prefill = self._prefills.pop(request_id)
+        for blocks, prefill in step.remembered:
             with prefill.stopwatch.running():
-                self.packer.remember_whole(blocks, prefill.sums)
-        if self._additions:
-            self.repacker.add(self._additions)
-        if self._due:
-            self._pack_again()
-        carried_out = self._plan_number
-        self.abort_step()
-        return carried_out
+                self.adder.remember_whole(blocks, prefill.sums)
+        self.adder.add(step.additions)
+        kept = self.packer.run(step.jobs)
+        for job in step.jobs:
+            if job.todo.prefill:
+                self._note(job.todo, kept[job.todo.request_id])
+        for request_id in step.plan.grow:
+            self._prefills.pop(request_id, None)
+        self._step = None
+        return step.plan.number
 
-    def _pack_again(self) -> None:
-        """Pack answers that grew, and prompts at a boundary: those that end there are done."""
-        with ExitStack() as clocks:
-            for due in self._due:
-                if due.todo.prefill:
-                    prefill = self._prefills[due.todo.request_id]
-                    clocks.enter_context(prefill.stopwatch.running())
-                    if prefill.sums:
-                        assert due.blocks is not None
-                        self.packer.remember_whole(due.blocks, prefill.sums)
-                        prefill.sums = {}
-            kept = self.repacker.run(self._due)
-        for due in self._due:
-            plan = due.todo.plan
-            if due.todo.prefill:
-                held = plan.most_pages * plan.block_size, due.todo.tokens
-                self._prefills[due.todo.request_id].held = held
-            if due.todo.ends:
-                prefill = self._prefills.pop(due.todo.request_id)
-                self.compressed += 1
-                pages = kept[due.todo.request_id]
-                self.reports.add(due.todo, due.todo.tokens, pages, prefill.stopwatch)
+    def _note(self, todo: Pack, pages: torch.Tensor) -> None:
+        """Take in that a prompt was packed; one whose end that was is done."""
+        prefill = self._prefills[todo.request_id]
+        prefill.sums = {}
+        prefill.held = todo.plan.most_pages * todo.plan.block_size, todo.tokens
+        if todo.ends:
+            del self._prefills[todo.request_id]
+            self.compressed += 1
+            self.reports.add(todo, pages, prefill.stopwatch)
 
     def warm_up(self, longest: int) -> None:
-        """Compress prompts of nobody, so that no request waits for a kernel to be compiled.
+        """Pack prompts and answers of nobody, so that no request waits for a kernel's compilation.
 
         With every method that a request may ask for. All blocks are the null block, which no
         request reads.
         """
         longest = min(longest, self.pool.longest)
         for settings in self._settings.variants:
-            self._warm_up(settings, longest)
-        for variant in self._settings.variants:
-            if variant.decode_budget is not None:
-                self.repacker.warm_up(variant, variant.resolved_decode_window)
-            if variant.max_whole is not None:
-                self.repacker.warm_up(variant, variant.resolved_window, self._queries)
-
-    def _warm_up(self, settings: CompressionConfig, longest: int) -> None:
-        """Lengths are one per configuration of the kernels, and odd.
-
-        Whole attention is watched in the first one alone.
-        """
-        (heads, dim, dtype), block = self._queries, self.pool.block_size
-        layers = range(self.packer.num_layers)
-        budget = settings.budget if isinstance(settings.budget, int) else 0
-        short = max(
-            2 * settings.resolved_window, 4 * block, settings.min_prompt, budget + 2 * block
-        )
-        method = method_of(settings)
-        lengths = sorted({min(short + extra, longest) for extra in (3, 4096, 32768, longest)})
-        for tokens in lengths:
-            plan = page_plan(settings.prompt(len(layers), tokens), block)
-            if plan is None:
-                continue
-            device = self.pool.pages.device
-            rows = max(plan.window, 1)
-            if tokens == lengths[0] and Reads.COLUMN_SUMS in method.reads:
-                rows = tokens
-            query = torch.zeros(rows, heads, dim, dtype=dtype, device=device)
-            blocks = torch.zeros(-(-tokens // block), dtype=torch.int64, device=device)
-            span = _Span(0, 0, rows, blocks, self._new_prefill(method, plan.window, tokens))
-            for layer in layers if rows == tokens else ():
-                self._accumulate(layer, span, query)
-            for in_place in (False, tokens == lengths[0]):
-                todo = Compression(
-                    request_id="",
-                    settings=settings,
-                    plan=plan,
-                    destination=(0,) * plan.blocks,
-                    in_place=in_place,
-                )
-                sums = torch.zeros(heads, tokens, device=device)
-                finished = Finished(
-                    todo=todo,
-                    method=method,
-                    blocks=blocks,
-                    queries=dict.fromkeys(layers, query[: plan.window]),
-                    sums=dict.fromkeys(layers, sums),
-                )
-                self.packer.pack(finished)
-                self.pool.forget("")
+            WarmUp(self.packer, self.adder, settings, self._queries).run(longest)

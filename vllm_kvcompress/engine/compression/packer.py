@@ -1,343 +1,304 @@
-"""From a finished prefill to packed pages: score every layer, choose, move. Nothing syncs."""
+"""After a step: what some requests hold is scored, chosen and moved. Nothing waits for a device.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+One path for all: prompts whose prefill ended, prompts at a boundary, and answers that grew. Rows of
+a prompt of which nothing was dropped have no lengths; of the others the page pool knows them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
-from kvcompress_kernels.move_kept import move_kept
-from kvcompress_kernels.window_scores import WindowScores, window_scores_of_layers
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.engine.compression.merging import Held, merged_pages, merged_rows
-from vllm_kvcompress.engine.messages.step import Compression
-from vllm_kvcompress.engine.pages.layouts import Opened, PageViews, Strided
-from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.compression.merging import Merging
+from vllm_kvcompress.engine.compression.mover import Held, Move, Mover
+from vllm_kvcompress.engine.compression.reports import Stopwatch
+from vllm_kvcompress.engine.messages.step import Pack
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.methods.scorers.pooling import group_mean
-from vllm_kvcompress.pipeline import Method, Observed, PagedLayer
-from vllm_kvcompress.planning.memory import layers_at_once
+from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages
+from vllm_kvcompress.methods.method import Method, Observed
+from vllm_kvcompress.methods.rows import Rows
+from vllm_kvcompress.planning.memory import answers_at_once, layers_at_once
 
 
 @dataclass(slots=True, kw_only=True)
-class Finished:
-    """A prompt whose prefill ended in this step.
+class Job:
+    """A request that is to be packed.
 
     Args:
         todo: its place in the scheduler's plan.
-        method: what compresses it.
-        blocks: ``[ceil(S / bs)]`` int64, vLLM block ids of the prompt.
-        queries: per layer that is shown its window, the last ``[w, Hq, D]`` queries.
-        sums: per layer that is shown them, column sums ``[Hq, S]`` float32.
-        grows: its answer is bounded: what its method remembers is kept.
+        method: what packs it.
+        row: of this step's batch.
+        blocks: of a prompt, ``[n]`` int64 vLLM block ids of its tokens; those that were packed are
+            no longer its own.
+        queries: of a prompt, per layer that is shown its observation window, the last
+            ``[w, Hq, D]`` queries. The ring has those of an answer.
+        sums: of a prompt of which nothing was dropped, per layer that is shown them, column sums
+            ``[Hq, S]`` float32. The pool has those of the others.
+        stopwatch: runs while it is packed; None where nobody asks how long that takes.
     """
 
-    todo: Compression
+    todo: Pack
     method: Method
-    blocks: torch.Tensor
-    queries: Mapping[int, torch.Tensor]
-    sums: Mapping[int, torch.Tensor]
-    grows: bool = False
+    row: int = 0
+    blocks: torch.Tensor | None = None
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    sums: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    stopwatch: Stopwatch | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """What all layers of one prompt keep, and where it goes.
-
-    Args:
-        prompt: ``[L, ceil(S / bs)]`` int64, pages of the prompt.
-        kept: ``[L, Hkv, n]`` int32 positions; those of the tail among them if tokens merge.
-        counts: ``[L]`` int32, pages without the tail.
-        targets: ``[L, n // bs]`` int32, where those go.
-        values_only: keys stay as they are where tokens merge.
-    """
-
-    prompt: torch.Tensor
-    kept: torch.Tensor
-    counts: torch.Tensor
-    targets: torch.Tensor
-    values_only: bool
+Observer = Callable[[Pack, torch.Tensor, torch.Tensor], None]
+"""Called once a request was packed: with its place in the plan, the slots ``[L, Hkv, n]`` int32
+that its layers keep in pages, -1 behind the last, and the pages ``[L]`` int32 of each layer."""
 
 
 class Packer:
-    """Packs prompts within the page pool of one worker, whose pages ops read and write themselves.
+    """Packs what requests hold within the page pool of one worker, after the whole forward pass.
 
-    Prompts are packed one after the other, after the whole forward pass: what one prompt's scores
-    take is free again before the next one's are made, however many end in the same step.
+    Whole prompts are packed one after the other: what one prompt's scores take is free again before
+    the next one's are made. Other requests of one method share their launches, as many as take no
+    more memory than one longest prompt does.
 
     Args:
-        pool: the page pool of this worker's layers.
-        layout: how keys and values lie in its pages.
+        mover: reads and writes the pages of this worker's layers.
         scales: of each layer.
         num_layers: layers on this worker, L.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        layout: Strided,
-        *,
-        scales: Scales,
-        num_layers: int,
-    ) -> None:
-        self.pool, self.num_layers = pool, num_layers
-        self.keys, self.values = layout.views(pool.elements)
-        self.scales, self._longest = scales, pool.longest
+    def __init__(self, mover: Mover, *, scales: Scales, num_layers: int) -> None:
+        self.mover, self.pool = mover, mover.pool
+        self.scales, self.num_layers = scales, num_layers
+        self.observers: list[Observer] = []
 
-    def read(self, pages: torch.Tensor) -> PageViews:
-        """A copy of the keys ``[n, Hkv, D, bs]`` and values ``[n, Hkv, bs, D]`` in flat pages."""
-        return self.keys[pages], self.values[pages]
+    def at_once(self, tokens: int) -> int:
+        """Rows of so many tokens that are scored together."""
+        return layers_at_once(self.pool.longest, tokens)
 
-    def opened(self, pages: torch.Tensor) -> Opened:
-        """Flat pages of any shape, int64, where ops may read them."""
-        return Opened(self.keys, self.values, pages)
+    def rows(self, held: Held, layers: Sequence[int], reads: Reads) -> Rows:
+        """Some rows as a method takes them.
 
-    def where(self, layer: int, blocks: torch.Tensor, reads: Reads) -> PagedLayer:
-        """One layer of a prompt in its blocks ``[n]`` int64, for a method that `reads` of it."""
-        return PagedLayer(
-            layer=layer,
-            key_pages=self.keys,
-            value_pages=self.values,
-            pages=self.pool.flat_ids(layer, blocks),
-            scale=self.scales.logits[layer],
-            value_scale=self.scales.values[layer],
-            sinks=self.scales.sinks_of(layer),
+        Args:
+            layers: of each row.
+            reads: what of them is read.
+        """
+        opened, scales = self.mover.open(held.pages, reads), self.scales
+        requests, rest = divmod(len(layers), self.num_layers)
+        every = held.lengths is not None and layers[0] == 0 and not rest
+        return Rows(
+            key_pages=opened.keys,
+            value_pages=opened.values,
+            pages=opened.pages,
+            lengths=held.lengths,
+            most=held.most,
+            scale=scales.of_requests(requests) if every else scales.of_layers(layers),
+            layers=layers,
+            value_scales=[scales.values[layer] for layer in layers],
+            sinks=scales.sinks_of_requests(requests) if every else scales.sinks_of_layers(layers),
         )
 
-    def pack(self, finished: Finished) -> torch.Tensor:
-        """Move what all layers keep; how much that is stays on the device.
+    # -- packing -------------------------------------------------------------------------------
+
+    def run(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
+        """Pack all of them; how much each layer keeps stays on the device.
 
         Returns:
-            ``[L]`` int64: pages that each layer keeps.
+            Of each request ``[L]``: pages that its layers keep.
         """
-        todo, plan, method = finished.todo, finished.todo.plan, finished.method
-        layers = self.observe(finished)
-        pages = method.layer_pages(plan, layers)
-        counts = to_device(pages, torch.int32, self.pool.pages.device)
-        free = self.pool.destination(todo.destination)[: plan.pages]
-        targets = self.pool.assign(todo.request_id, free, counts, plan.full_blocks)
-        prompt = self.pool.every_layer(finished.blocks)
-        kept = method.select(layers, plan, pages, tail=bool(method.merge))
-        del layers
+        kept = dict[str, torch.Tensor]()
+        for together in self._together(jobs):
+            with ExitStack() as clocks:
+                for job in together:
+                    if job.stopwatch is not None:
+                        clocks.enter_context(job.stopwatch.running())
+                counts = self._pack(together)
+            kept |= {job.todo.request_id: n for job, n in zip(together, counts, strict=True)}
+        return kept
+
+    def _together(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        """Whole prompts one by one, then requests that share a method, an end and a tail."""
+        yield from ([job] for job in jobs if job.todo.whole)
+        others = [job for job in jobs if not job.todo.whole]
+        ordered = sorted(others, key=lambda job: (_alike(job), job.todo.plan.tokens))
+        for _, group in groupby(ordered, key=_alike):
+            alike = list(group)
+            # the last one is the longest, and those of one method keep as much
+            largest = max((job.todo.plan for job in alike), key=lambda plan: plan.pages)
+            plan = replace(largest, tokens=alike[-1].todo.plan.tokens)
+            count = answers_at_once(plan, self.pool.longest)
+            for start in range(0, len(alike), count):
+                yield alike[start : start + count]
+
+    def _pack(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        pool, method, todos = self.pool, jobs[0].method, [job.todo for job in jobs]
+        plan, layers, held = todos[0].plan, self.num_layers, self._held(jobs)
+        # what a method remembers of requests that are packed again
+        again = all(todo.request_id in pool for todo in todos)
+        observed = self._observe(jobs, held)
+        every_count, every_target, widest = [], [], 0
+        for index, todo in enumerate(todos):
+            own = slice(index * layers, (index + 1) * layers)
+            counts, targets, most = self._divide(method, todo, observed[own], held.some(own))
+            every_count.append(counts)
+            every_target.append(targets)
+            widest = max(widest, most)
+        counts, scores = torch.cat(every_count), method.scores(observed)
+        del observed
+        kept = kept_slots(
+            *(scores, held.tokens, counts),
+            window=plan.window,
+            tail=plan.tail,
+            block_size=pool.block_size,
+            most_pages=widest,
+            selector=method.selector,
+        )
+        del scores
         move = Move(
-            prompt=prompt,
+            held=held,
             kept=kept,
             counts=counts,
-            targets=targets[:, : kept.shape[2] // plan.block_size],
-            values_only=method.values_only,
+            targets=torch.cat(every_target)[:, :widest],
+            total=sum(todo.plan.pages for todo in todos),
+            in_place=any(todo.in_place for todo in todos),
+            merging=self._merging(method, todos, held) if method.merge else None,
         )
-        thresholds = self._move(finished, move)
-        if finished.grows:
-            self._remember(finished, move, thresholds)
-        return pages
+        sums = pool.sums if again and Reads.COLUMN_SUMS in method.reads else None
+        paid = None if sums is None else sums.read(held.pages)
+        thresholds = self.mover.move(move)
+        if again and thresholds is not None and pool.thresholds is not None:
+            slots = pool.slots([todo.request_id for todo in todos])
+            pool.thresholds.write(slots, thresholds.view(len(todos), layers, -1))
+        if paid is not None and sums is not None:
+            sums.write(move.targets, counts, paid.gather(2, kept.clamp(min=0).long()))
+        for observer in self.observers:
+            for todo, own_kept, count in zip(todos, kept.split(layers), every_count, strict=True):
+                observer(todo, own_kept, count)
+        return every_count
 
-    def _remember(self, finished: Finished, move: Move, thresholds: torch.Tensor | None) -> None:
-        """Keep the attention that kept tokens were paid, and how near a dropped one must be."""
-        pool, plan = self.pool, finished.todo.plan
-        if thresholds is not None and pool.thresholds is not None:
-            pool.thresholds.write(pool.slots([finished.todo.request_id]), thresholds[None])
-        if not finished.sums or pool.sums is None:
-            return
-        paid = self._paid(finished.sums, pool.sums.kv_heads)
-        kept = move.kept[..., : move.targets.shape[1] * plan.block_size].clamp(min=0).long()
-        pool.sums.write(move.targets, move.counts, paid.gather(2, kept))
-        if plan.tail:
-            last = paid[..., plan.full_blocks * plan.block_size :]
-            pool.sums.write(move.prompt[:, -1:], torch.ones_like(move.counts), last)
+    def _held(self, jobs: Sequence[Job]) -> Held:
+        """A whole prompt in its blocks; others where this step's tables say."""
+        if jobs[0].todo.whole:
+            assert jobs[0].blocks is not None, jobs
+            pages = self.pool.every_layer(jobs[0].blocks)
+            return Held(pages=pages, lengths=None, most=jobs[0].todo.plan.tokens)
+        plans = [job.todo.plan for job in jobs]
+        columns = max(plan.full_blocks + (plan.tail > 0) for plan in plans)
+        return self.held_rows(*self.pool.held([job.row for job in jobs], columns))
 
-    def remember_whole(self, blocks: torch.Tensor, sums: Mapping[int, torch.Tensor]) -> None:
-        """Keep the attention that a prompt's tokens were paid, where it stays as it is.
+    def held_rows(self, tables: torch.Tensor, lengths: torch.Tensor) -> Held:
+        """What some rows of this step's batch hold: ``[R, L, W]`` int64 and ``[R, L]`` int32."""
+        if lengths.device.type == "cpu":
+            # It costs nothing to ask, and tables are as wide as any layer could be.
+            tables = tables[..., : -(-int(lengths.max()) // self.pool.block_size)]
+        most = tables.shape[2] * self.pool.block_size
+        return Held(pages=tables.flatten(0, 1), lengths=lengths.flatten(), most=most)
 
-        Args:
-            blocks: ``[ceil(S / bs)]`` int64, vLLM block ids of the prompt.
-            sums: column sums ``[Hq, S]`` of every layer.
-        """
-        own = self.pool.sums
-        assert own is not None
-        pages, paid = self.pool.every_layer(blocks), self._paid(sums, own.kv_heads)
-        own.write(pages, pages.new_full((len(pages),), pages.shape[1]), paid)
+    def _observe(self, jobs: Sequence[Job], held: Held) -> list[Observed]:
+        """Score every row, as many at once as fit into memory."""
+        method, layers, observed = jobs[0].method, self.num_layers, dict[int, Observed]()
+        window = jobs[0].todo.plan.window
+        from_ring = None if jobs[0].todo.prefill else self._queries_of_answers(jobs, window)
+        count = self.at_once(held.most)
+        for scored in (True, False):
+            rows = [r for r in range(len(held.pages)) if method.scores_layer(r % layers) is scored]
+            reads = method.reads if scored else method.allocator.reads
+            for start in range(0, len(rows), count):
+                some = rows[start : start + count]
+                part = _rows_of(held, some)
+                own = self.rows(part, [row % layers for row in some], reads)
+                attention = sums = None
+                if Reads.WINDOW in reads:
+                    query = self._queries(jobs, some, window) if from_ring is None else None
+                    if from_ring is not None:
+                        query = from_ring[some[0] : some[-1] + 1]
+                    assert query is not None
+                    attention = method.attention(own, query)
+                if Reads.COLUMN_SUMS in reads:
+                    sums = self._sums(jobs, some, part)
+                found = method.observe(own, window, attention, sums, scored=scored)
+                observed |= zip(some, found, strict=True)
+        return [observed[row] for row in range(len(held.pages))]
 
-    def _paid(self, sums: Mapping[int, torch.Tensor], kv_heads: int) -> torch.Tensor:
-        """``[L, Hkv, S]`` float32 of column sums ``[Hq, S]`` of every layer."""
-        return torch.stack([group_mean(sums[layer], kv_heads) for layer in range(self.num_layers)])
+    def _queries_of_answers(self, jobs: Sequence[Job], window: int) -> torch.Tensor | None:
+        """The last ``[N, w, Hq, D]`` queries of every row; None where the method reads none."""
+        if Reads.WINDOW not in jobs[0].method.reads:
+            return None
+        assert self.pool.ring is not None, jobs
+        slots = self.pool.slots([job.todo.request_id for job in jobs])
+        return self.pool.ring.latest(slots, [job.todo.tokens for job in jobs], window)
 
-    def _move(self, finished: Finished, move: Move) -> torch.Tensor | None:
-        """Write what is kept to its pages; returns thresholds ``[L, Hkv]`` if tokens merge."""
-        plan, method = finished.todo.plan, finished.method
-        if finished.todo.in_place:
-            return self._in_place(plan, method, move)
-        cache = self.keys, self.values
-        if method.merge:
-            return self._merge(plan, move, move.targets, cache)
-        move_kept(*cache, move.prompt, move.kept, move.counts, move.targets, into=cache)
-        return None
-
-    def observe(self, finished: Finished) -> list[Observed]:
-        """Score every layer of a prompt (`Method.observe`), `layers_at_once`."""
-        observed: list[Observed] = []
-        at_once = layers_at_once(self._longest, finished.todo.plan.tokens)
-        for start in range(0, self.num_layers, at_once):
-            layers = range(start, min(start + at_once, self.num_layers))
-            observed += self._observe_together(finished, layers)
-        return observed
-
-    def _observe_together(self, finished: Finished, layers: range) -> Iterator[Observed]:
-        method, plan = finished.method, finished.todo.plan
-        reads = [method.reads_of(layer) for layer in layers]
-        places = [
-            self.where(layer, finished.blocks, read)
-            for layer, read in zip(layers, reads, strict=True)
-        ]
-        watched = [place for place, read in zip(places, reads, strict=True) if Reads.WINDOW in read]
-        windows = dict[int, WindowScores]()
-        if watched:
-            scores = window_scores_of_layers(
-                [self._window_queries(finished, place.layer) for place in watched],
-                watched[0].key_pages,
-                torch.stack([place.pages for place in watched]),
-                plan.tokens,
-                self.scales.of_layers([place.layer for place in watched]),
-                variance=Reads.VARIANCE in method.reads,
-                maximum=Reads.MAXIMUM in method.reads,
-                pooled=Reads.POOLED in method.reads,
-                sinks=self.scales.sinks_of_layers([place.layer for place in watched]),
-            )
-            windows = {place.layer: window for place, window in zip(watched, scores, strict=True)}
-        for place, read in zip(places, reads, strict=True):
-            sums = finished.sums[place.layer] if Reads.COLUMN_SUMS in read else None
-            yield method.observe(place, plan, windows.get(place.layer), sums)
-
-    @staticmethod
-    def _window_queries(finished: Finished, layer: int) -> torch.Tensor:
-        """``[w, Hq, D]``."""
-        query, plan = finished.queries.get(layer), finished.todo.plan
-        if query is None or len(query) != plan.window:
-            kept = 0 if query is None else len(query)
-            raise RuntimeError(
-                f"request {finished.todo.request_id}: {kept} window queries were kept at the end"
-                f" of prefill, {plan.window} are needed"
-            )
-        return query
-
-    def move_in_place(
-        self,
-        cache: Opened,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        targets: torch.Tensor,
-        total: int,
-    ) -> None:
-        """Write what N rows keep to their pages, which may be those that they are read from.
-
-        Args:
-            cache: with the rows' pages ``[N, W]``.
-            kept: ``[N, Hkv, n]`` int32 slots.
-            counts: ``[N]`` int32 pages, with sum `total`.
-            targets: ``[N, n // bs]`` int32 flat pages.
-        """
-        staging_pages = _staging(counts, targets.shape[1])
-        for head in range(self.keys.shape[1]):
-            one = slice(head, head + 1)
-            part = self.keys[:, one], self.values[:, one]
-            staged = _like(part[0].mT, total).mT, _like(part[1], total)
-            move_kept(*part, cache.pages, kept[:, one], counts, staging_pages, into=staged)
-            move_kept(*staged, staging_pages, None, counts, targets, into=part)
-
-    def merge_in_place(
-        self,
-        cache: Opened,
-        held: Held,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        targets: torch.Tensor,
-        total: int,
-    ) -> torch.Tensor:
-        """The same with what is dropped folded in, where it is near enough.
-
-        Returns:
-            ``[N, Hkv]`` float32, how near that is from now on.
-        """
-        staging_pages, thresholds = _staging(counts, targets.shape[1]), []
-        staged = _like(self.keys.mT, total).mT, _like(self.values, total)
-        at_once = layers_at_once(self._longest, kept.shape[2])
-        for start in range(0, len(kept), at_once):
-            some = slice(start, start + at_once)
-            (keys, values), tails, near = merged_rows(
-                cache, some, held, kept, counts, self.pool.block_size
-            )
-            for part, tokens in zip((self.keys.mT, self.values), tails, strict=True):
-                # a tail's block is the request's own: no hash, no other reader
-                part[:, :, : held.tail][held.tail_pages[some]] = tokens
-            own = torch.arange(len(keys), device=kept.device).view(len(near), -1)
-            to = staging_pages[some]
-            move_kept(keys.mT, values, own, None, counts[some], to, into=staged)
-            thresholds.append(near)
-        move_kept(*staged, staging_pages, None, counts, targets, into=(self.keys, self.values))
-        return torch.cat(thresholds)
-
-    def _in_place(self, plan: PagePlan, method: Method, move: Move) -> torch.Tensor | None:
-        """Through a staging buffer: a layer's target may be another layer's source.
-
-        All is read before any is written. KV heads do not meet, so they take turns in a buffer of
-        one head's pages; merged tokens are staged together.
-        """
-        counts = move.counts
-        staging_pages = _staging(counts, move.targets.shape[1])
-        heads, thresholds = [slice(h, h + 1) for h in range(self.keys.shape[1])], None
-        if method.merge:
-            heads = [slice(None)]
-        for head in heads:
-            part = self.keys[:, head], self.values[:, head]
-            staged = _like(part[0].mT, plan.pages).mT, _like(part[1], plan.pages)
-            if method.merge:
-                thresholds = self._merge(plan, move, staging_pages, staged)
-            else:
-                move_kept(
-                    *part, move.prompt, move.kept[:, head], counts, staging_pages, into=staged
+    def _queries(self, jobs: Sequence[Job], rows: Sequence[int], window: int) -> torch.Tensor:
+        """The last ``[n, w, Hq, D]`` queries of some rows of prompts."""
+        found = []
+        for row in rows:
+            request, layer = divmod(row, self.num_layers)
+            query = jobs[request].queries.get(layer)
+            if query is None or len(query) != window:
+                raise RuntimeError(
+                    f"request {jobs[request].todo.request_id}:"
+                    f" {0 if query is None else len(query)} window queries were kept when its"
+                    f" prompt was to be packed, {window} are needed"
                 )
-            move_kept(*staged, staging_pages, None, counts, move.targets, into=part)
-        return thresholds
+            found.append(query)
+        return torch.stack(found)
 
-    def _merge(
-        self, plan: PagePlan, move: Move, targets: torch.Tensor, into: PageViews
-    ) -> torch.Tensor:
-        """Write kept tokens, merged, to their pages; those of the tail where they are.
+    def _sums(self, jobs: Sequence[Job], rows: Sequence[int], held: Held) -> torch.Tensor:
+        """What was paid to every slot of some rows: of each query head, or the pool's mean."""
+        if held.lengths is None:
+            return torch.stack([jobs[0].sums[row] for row in rows])
+        assert self.pool.sums is not None, jobs
+        return self.pool.sums.read(held.pages)
 
-        Layer by layer, since merged tokens are float32 and the host knows only how many they can
-        be at most.
-
-        Args:
-            move: `kept` has the tail's positions among its own.
-            targets: ``[L, n // bs]`` int, where the pages go, in the key and value pages `into`.
+    def _divide(
+        self, method: Method, todo: Pack, observed: Sequence[Observed], held: Held
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """How many pages each layer keeps, which ones, and how many no layer exceeds.
 
         Returns:
-            ``[L, Hkv]`` float32, how near a dropped token was at least that was merged.
+            ``[L]`` int32, ``[L, max_blocks]`` int32 and a number that the host knows.
         """
-        thresholds = []
-        own = torch.arange(targets.shape[1], device=targets.device)[None]
-        for layer in range(self.num_layers):
-            row = slice(layer, layer + 1)
-            prompt, kept, counts = move.prompt[row], move.kept[row], move.counts[row]
-            pages, tail, threshold = merged_pages(
-                plan, self.keys, self.values, prompt, kept, counts, move.values_only
-            )
-            last = prompt[0, -1:]
-            for part, tokens in zip((self.keys.mT, self.values), tail, strict=True):
-                # the tail's block is the request's own: no hash, no other reader
-                part[:, :, : plan.tail][last] = tokens[None]
-            keys, values = pages
-            move_kept(keys.mT, values, own, None, counts, targets[row], into=into)
-            thresholds.append(threshold)
-        return torch.cat(thresholds)
+        pool, plan = self.pool, todo.plan
+        first_block = todo.tokens // pool.block_size
+        if todo.destination is None:
+            targets, counts = pool.packed(todo.request_id)
+            pool.advance(todo.request_id, first_block)
+            return counts, targets, min(most_pages(plan, counts), pool.columns)
+        caps = None if held.lengths is None else (held.lengths // pool.block_size).long()
+        pages = method.layer_pages(plan, observed, caps)
+        counts = to_device(pages, torch.int32, pool.pages.device)
+        free = pool.destination(todo.destination)[: plan.pages]
+        targets = pool.assign(todo.request_id, free, counts, first_block)
+        return counts, targets, min(most_pages(plan, pages), pool.columns)
+
+    def _merging(self, method: Method, todos: Sequence[Pack], held: Held) -> Merging:
+        plan, thresholds = todos[0].plan, None
+        if self.pool.thresholds is not None:
+            slots = self.pool.slots([todo.request_id for todo in todos])
+            thresholds = self.pool.thresholds.read(slots).flatten(0, 1)
+        if held.lengths is None:
+            tail_pages = held.pages[:, -1]
+        else:
+            last = (held.lengths.long() - 1) // self.pool.block_size
+            tail_pages = held.pages.gather(1, last[:, None])[:, 0]
+        return Merging(
+            values_only=method.values_only,
+            tail=plan.tail,
+            tail_pages=tail_pages,
+            thresholds=thresholds,
+            least=plan.floor_pages * plan.block_size + plan.tail if held.lengths is None else 1,
+        )
 
 
-def _staging(counts: torch.Tensor, most: int) -> torch.Tensor:
-    """``[N, most]``: pages of a buffer that rows fill one after the other."""
-    column = torch.arange(most, device=counts.device)
-    return (counts.cumsum(0) - counts)[:, None] + column
+def _alike(job: Job) -> tuple[str, bool, int]:
+    """What requests have in common that are packed together: method, window and tail."""
+    return str(job.todo.settings), job.todo.prefill, job.todo.plan.tail
 
 
-def _like(pages: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` pages like these, contiguous."""
-    return pages.new_empty(count, *pages.shape[1:])
+def _rows_of(held: Held, rows: Sequence[int]) -> Held:
+    """Some rows, without an index that would have to go to the device."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return held.some(slice(rows[0], rows[-1] + 1))
+    assert held.lengths is None, "rows of different lengths are all scored"
+    return replace(held, pages=torch.stack([held.pages[row] for row in rows]))

@@ -11,7 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.messages.step import Compression, Packed, Repack
+from vllm_kvcompress.engine.messages.step import Pack, Packed
 
 logger = init_logger("vllm.kvcompress")
 
@@ -54,8 +54,7 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class _Pending:
-    todo: Compression | Repack
-    tokens: int
+    todo: Pack
     pages: torch.Tensor
     stopwatch: Stopwatch
 
@@ -73,13 +72,10 @@ class Reports:
     log: bool = False
     _pending: deque[_Pending] = field(default_factory=deque)
 
-    def add(
-        self, todo: Compression | Repack, tokens: int, pages: torch.Tensor, stopwatch: Stopwatch
-    ) -> None:
+    def add(self, todo: Pack, pages: torch.Tensor, stopwatch: Stopwatch) -> None:
         """A prompt whose packing was launched, its last one if it is packed in pieces.
 
         Args:
-            tokens: prompt length.
             pages: ``[L]``, pages that each layer keeps, on the device.
             stopwatch: of its scoring and packing.
         """
@@ -92,7 +88,7 @@ class Reports:
             if pages.is_cuda:
                 here = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
                 pages = here.copy_(pages, non_blocking=True)
-        self._pending.append(_Pending(todo, tokens, pages, stopwatch))
+        self._pending.append(_Pending(todo, pages, stopwatch))
 
     def take(self) -> list[Packed]:
         """Those that the device has packed since the last call."""
@@ -111,14 +107,14 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
     return Packed(
         request_id=pending.todo.request_id,
         method=pending.todo.settings.compress,
-        tokens=pending.tokens,
+        tokens=pending.todo.tokens,
         layers=layers,
         layer_tokens=tuple(int(count) * plan.block_size + plan.tail for count in pages),
         seconds=pending.stopwatch.seconds,
     )
 
 
-def _log(done: Packed, todo: Compression | Repack) -> None:
+def _log(done: Packed, todo: Pack) -> None:
     tail_blocks = int(todo.plan.tail > 0)
     logger.info(
         "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f blocks_before=%d"

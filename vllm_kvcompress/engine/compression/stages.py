@@ -56,7 +56,7 @@ class Stages:
             torch.distributed.recv(part, group.ranks[stage], group=group.device_group)
         return torch.cat([*found, own])
 
-    def settle(self) -> None:
+    def wait_for_sent(self) -> None:
         """Forget what arrived: nothing of an earlier step is waited for by another rank."""
         for work, _ in self._sent:
             work.wait()

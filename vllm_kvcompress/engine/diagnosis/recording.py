@@ -1,83 +1,38 @@
-"""What a worker's packer moves, written down as it moves it.
+"""What a worker's packer keeps, written down as it packs.
 
-`record` and `recorded` are called in the worker's own process (``collective_rpc``). Nothing is
-computed again: the positions are those that are handed to the kernels.
+`record`, `recorded` and `repacked` are called in the worker's own process (``collective_rpc``).
+Nothing is computed again: the positions are those that are handed to the kernels.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from vllm_kvcompress.engine.compression.packer import Finished, Packer
-from vllm_kvcompress.engine.compression.repacker import Due, Repacker
-from vllm_kvcompress.engine.pages.layouts import Opened
-from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.pipeline import Method, Observed
+from vllm_kvcompress.engine.messages.step import Pack
 
-_RECORDS = "_kvcompress_records"
-_REPACKED = "_kvcompress_repacked"
+_RECORDER = "_kvcompress_recorder"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Watched(Method):
-    """A method that tells what it selects."""
-
-    on_select: Callable[[PagePlan, torch.Tensor, torch.Tensor], None]
-
-    def select(
-        self,
-        layers: Sequence[Observed],
-        plan: PagePlan,
-        pages: torch.Tensor,
-        *,
-        tail: bool = False,
-    ) -> torch.Tensor:
-        kept = Method.select(self, layers, plan, pages, tail=tail)
-        self.on_select(plan, pages, kept)
-        return kept
-
-
-class _Piecewise:
-    """The positions that a prompt holds which is packed piece by piece, and at last keeps.
+class _Recorder:
+    """Notes what is packed: whole prompts, and one at a time piece by piece.
 
     Args:
-        repacker: whose work is watched from now on.
-        on_end: called at the prompt's end with its plan, of its whole length, the pages that each
-            layer keeps and the positions, as `_Watched.on_select` is.
+        buckets: parts of a prompt, at most, that its positions are counted in.
     """
 
-    def __init__(
-        self,
-        repacker: Repacker,
-        packer: Packer,
-        on_end: Callable[[PagePlan, torch.Tensor, torch.Tensor], None],
-    ) -> None:
-        self._run, self._move, self._on_end = repacker.run, packer.move_in_place, on_end
-        # Of each layer ``[Hkv, n]``, up to the last boundary.
+    def __init__(self, buckets: int) -> None:
+        self.prompts: list[dict[str, Any]] = []
+        self.answers = 0
+        self._buckets = buckets
+        # Of a prompt in pieces the positions ``[Hkv, n]`` that each layer holds, up to `_computed`.
         self._held: list[torch.Tensor] = []
         self._computed = 0
-        self._due: Sequence[Due] = ()
-        repacker.run = self.run  # type: ignore[method-assign]
-        packer.move_in_place = self.move  # type: ignore[method-assign]
 
-    def run(self, due: Sequence[Due]) -> dict[str, torch.Tensor]:
-        self._due = due
-        return self._run(due)
-
-    def move(
-        self,
-        cache: Opened,
-        kept: torch.Tensor,
-        counts: torch.Tensor,
-        targets: torch.Tensor,
-        total: int,
-    ) -> None:
-        self._move(cache, kept, counts, targets, total)
-        todo = self._due[0].todo
-        if len(self._due) != 1 or not todo.prefill:
+    def packed(self, todo: Pack, kept: torch.Tensor, counts: torch.Tensor) -> None:
+        """Take in one request that was packed (`Packer.observers`)."""
+        if not todo.prefill:
+            self.answers += 1
             return
         size, heads = todo.plan.block_size, kept.shape[1]
         since = torch.arange(self._computed, todo.tokens).expand(heads, -1)
@@ -89,67 +44,37 @@ class _Piecewise:
         self._computed = todo.tokens // size * size
         if todo.ends:
             rows = [pad(own, (0, max(ends) - own.shape[1]), value=-1) for own in self._held]
-            plan = dataclasses.replace(todo.plan, tokens=todo.tokens)
-            self._on_end(plan, counts, torch.stack(rows))
+            self.prompts.append(_counted(todo, counts, torch.stack(rows), self._buckets))
             self._held, self._computed = [], 0
 
 
 def record(wrapper: Any, buckets: int) -> None:
-    """From now on, note what this worker packs: whole prompts, and one at a time in pieces.
+    """From now on, note what this worker packs.
 
     Args:
         wrapper: vLLM's wrapper of the worker.
-        buckets: parts of a prompt, at most, that its positions are counted in.
+        buckets: as in `_Recorder`.
     """
     compressor = wrapper.worker.compressor
-    if compressor is None:
-        return
-    packer: Packer = compressor.packer
-    records: list[dict[str, Any]] = []
-    setattr(packer, _RECORDS, records)
-    pack = packer.pack
-
-    def packing(finished: Finished) -> torch.Tensor:
-        own = {f.name: getattr(finished.method, f.name) for f in dataclasses.fields(Method)}
-
-        def on_select(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
-            records.append(_counted(plan, pages, kept, buckets))
-
-        return pack(dataclasses.replace(finished, method=_Watched(**own, on_select=on_select)))
-
-    packer.pack = packing  # type: ignore[method-assign]
-    repacker, again = compressor.repacker, list[int]()
-    setattr(packer, _REPACKED, again)
-    run = repacker.run
-
-    def running(due: Sequence[Due]) -> dict[str, torch.Tensor]:
-        again.append(sum(not each.todo.prefill for each in due))
-        kept: dict[str, torch.Tensor] = run(due)
-        return kept
-
-    repacker.run = running
-
-    def on_end(plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor) -> None:
-        records.append(_counted(plan, pages, kept, buckets))
-
-    _Piecewise(compressor.repacker, packer, on_end)
+    if compressor is not None:
+        recorder = _Recorder(buckets)
+        setattr(compressor, _RECORDER, recorder)
+        compressor.packer.observers.append(recorder.packed)
 
 
 def recorded(wrapper: Any) -> list[dict[str, Any]]:
     """Per prompt that this worker has packed since `record`: see `_counted`."""
     compressor = wrapper.worker.compressor
-    return [] if compressor is None else list(getattr(compressor.packer, _RECORDS))
+    return [] if compressor is None else list(getattr(compressor, _RECORDER).prompts)
 
 
 def repacked(wrapper: Any) -> int:
-    """How often this worker has packed an answer again since `record`."""
+    """How often this worker has packed an answer since `record`."""
     compressor = wrapper.worker.compressor
-    return 0 if compressor is None else sum(getattr(compressor.packer, _REPACKED))
+    return 0 if compressor is None else int(getattr(compressor, _RECORDER).answers)
 
 
-def _counted(
-    plan: PagePlan, pages: torch.Tensor, kept: torch.Tensor, buckets: int
-) -> dict[str, Any]:
+def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) -> dict[str, Any]:
     """The positions of one prompt, counted.
 
     Args:
@@ -162,13 +87,13 @@ def _counted(
         `KeptMap`.
     """
     layers, heads, _ = kept.shape
-    buckets = min(buckets, plan.tokens)
-    stays = torch.zeros(layers, heads, plan.tokens + 1, dtype=torch.bool)
+    buckets = min(buckets, todo.tokens)
+    stays = torch.zeros(layers, heads, todo.tokens + 1, dtype=torch.bool)
     # The modulus sends -1 to the column behind the prompt.
-    stays.scatter_(2, kept.long().cpu() % (plan.tokens + 1), True)
+    stays.scatter_(2, kept.long().cpu() % (todo.tokens + 1), True)
     stays = stays[..., :-1]
-    stays[..., plan.full_blocks * plan.block_size :] = True
-    bucket = torch.arange(plan.tokens) * buckets // plan.tokens
+    stays[..., todo.tokens // todo.plan.block_size * todo.plan.block_size :] = True
+    bucket = torch.arange(todo.tokens) * buckets // todo.tokens
     counts = torch.zeros(layers, buckets).index_add_(1, bucket, stays.sum(1).float())
     share = counts / (heads * torch.bincount(bucket, minlength=buckets))
     return {

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.layers import layers_together, windows_of
-from vllm_kvcompress.pieces import pieces_of
+from vllm_kvcompress.planning.schedules import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
@@ -46,7 +46,7 @@ def check_room(
     own = settings_for(settings, extra_args)
     layers = layers_together(config)
     pieces = None if own is None else pieces_of(own, layers, size, tokens)
-    most = -(-tokens // size) if pieces is None else pieces.most_blocks()
+    most = -(-tokens // size) if pieces is None else pieces.most_blocks
     if most <= blocks:
         return
     count_refusal("too_long")

@@ -14,47 +14,31 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compression:
-    """One request whose prefill ends in this step and is then compressed.
-
-    Args:
-        request_id: vLLM's request id.
-        settings: what compresses it.
-        plan: how much is kept; tokens, pages and blocks.
-        destination: `plan.blocks` vLLM block ids that receive the kept tokens.
-        in_place: some of `destination` are the prompt's own blocks.
-    """
-
-    request_id: str
-    settings: CompressionConfig
-    plan: PagePlan
-    destination: tuple[int, ...]
-    in_place: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repack:
-    """One request that is packed again after this step, in place.
+class Pack:
+    """One request that is packed after this step.
 
     Args:
         request_id: vLLM's request id.
         settings: what chooses.
         plan: pages over all layers, and how many of its tokens no layer exceeds.
         tokens: tokens computed when the step ends; a multiple of the block but at a prompt's end.
-        destination: vLLM block ids that receive what is kept; empty where layers keep the pages
+        destination: vLLM block ids that receive the kept tokens; None where layers keep the pages
             that they have.
-        prefill: it is a prompt that is packed piece by piece: the last queries of its prefill
-            choose, not those of an answer.
+        prefill: it is a prompt: the last queries of its prefill choose, not those of an answer.
+        whole: nothing of it was dropped yet, so that a token's slot is its position.
         ends: this is the prompt's end.
+        in_place: some of the pages that are written may be read, so that all are staged.
     """
 
     request_id: str
     settings: CompressionConfig
     plan: PagePlan
     tokens: int
-    destination: tuple[int, ...]
-    prefill: bool = False
-    ends: bool = False
+    destination: tuple[int, ...] | None
+    prefill: bool = True
+    whole: bool = True
+    ends: bool = True
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,36 +64,31 @@ class StepPlan:
 
     Args:
         number: of this plan, counted by its scheduler; a worker acknowledges it by that.
-        observe: requests that run a chunk of their prefill which is not compressed after this
-            step, with their settings: what its end needs must be kept, or what their answer will.
-        compress: requests whose prefill ends in this step.
+        observe: requests that run a chunk of their prefill and are not packed after this step, with
+            their settings: what its end needs must be kept, or what their answer will.
         grow: requests whose answer is bounded from this step on: their queries must be kept.
         add: requests whose latest attention is added up after this step, before any is packed.
-        repack: requests that are packed again after this step.
+        pack: requests that are packed after this step.
     """
 
     number: int
-    observe: tuple[tuple[str, CompressionConfig], ...]
-    compress: tuple[Compression, ...]
+    observe: tuple[tuple[str, CompressionConfig], ...] = ()
     grow: tuple[str, ...] = ()
     add: tuple[Addition, ...] = ()
-    repack: tuple[Repack, ...] = ()
+    pack: tuple[Pack, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """The requests that this step has something to do for."""
         observed = [request_id for request_id, _ in self.observe]
-        compressed = [todo.request_id for todo in self.compress]
-        judged = [todo.request_id for todo in self.add]
-        again = [todo.request_id for todo in self.repack]
-        return tuple(dict.fromkeys((*observed, *compressed, *judged, *again, *self.grow)))
+        packed = [todo.request_id for todo in self.pack]
+        added = [todo.request_id for todo in self.add]
+        return tuple(dict.fromkeys((*observed, *packed, *added, *self.grow)))
 
     @property
-    def ended(self) -> tuple[tuple[Compression | Repack, int], ...]:
-        """The prompts whose compression this step completes, each with its length in tokens."""
-        whole = [(todo, todo.plan.tokens) for todo in self.compress]
-        in_pieces = [(todo, todo.tokens) for todo in self.repack if todo.ends]
-        return (*whole, *in_pieces)
+    def ended(self) -> tuple[Pack, ...]:
+        """The prompts whose compression this step completes."""
+        return tuple(todo for todo in self.pack if todo.prefill and todo.ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ class PagePool:
         table, length = self._tables[layer, row, :columns], self._lengths[layer, row]
         return table.long()[None, None], length.view(1, 1)
 
-    def rehearse(self, tokens: int) -> None:
+    def put_null_block_in_row(self, tokens: int) -> None:
         """From now on row 0 of the batch holds `tokens` of the null block in every layer."""
         self._tables[:, 0] = 0
         self._lengths[:, 0] = tokens
@@ -228,8 +228,7 @@ class PagePool:
         Returns:
             ``[L, max_blocks]`` int32, each layer's pages, 0 behind them: a view of the pool's own.
         """
-        if request_id not in self._slots:
-            self._slots[request_id] = self._free.pop()
+        self.admit(request_id)
         slot = self._slots[request_id]
         self._reading.add(slot)
         self._first_block[slot] = first_block

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.pieces import Pieces, pieces_of
+from vllm_kvcompress.planning.schedules import EveryPiece, pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
@@ -148,7 +148,7 @@ class Admissions:
             decision.growing = settings
         return decision
 
-    def pieces(self, settings: CompressionConfig, tokens: int) -> Pieces | None:
+    def pieces(self, settings: CompressionConfig, tokens: int) -> EveryPiece | None:
         """How a prefill of `tokens` goes piecewise; None where it stands whole."""
         return pieces_of(settings, self._num_layers, self._block_size, tokens)
 

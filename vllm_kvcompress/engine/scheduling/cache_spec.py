@@ -17,10 +17,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.growth import wrong_interval
-from vllm_kvcompress.pieces import standing_blocks
+from vllm_kvcompress.planning.obstacles import why_not_in_blocks
+from vllm_kvcompress.planning.schedules import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.pieces import wrong_piece
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SCALED = KVQuantMode.FP8_PER_TENSOR
@@ -122,10 +121,8 @@ def compressed_specs(
                 "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
-    if settings.decode_budget is not None and settings.decode_interval % first.block_size:
-        raise ConfigError(wrong_interval(settings.decode_interval, first.block_size))
-    if settings.max_whole is not None and settings.piece % first.block_size:
-        raise ConfigError(wrong_piece(settings.piece, first.block_size))
+    if (reason := why_not_in_blocks(settings, first.block_size)) is not None:
+        raise ConfigError(reason)
     ours = {name: _compressed(spec, len(full), settings) for name, spec in full.items()}
     return {name: ours.get(name, spec) for name, spec in specs.items()}
 

@@ -8,11 +8,12 @@ many blocks there are, and what may be shared with other requests, is decided ov
 The coordinator's methods are wrapped, on the one instance of a scheduler.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.request import Request
 
@@ -39,6 +40,7 @@ class Coordination:
                 f" it but those of sliding windows; got {names}"
             )
         self.manager: CompressedManager = ours[0]
+        self._group = managers.index(ours[0])
         self._windows = windows
         self._looked_up: Request | None = None
         self._lookup = cache.get_computed_blocks
@@ -93,11 +95,27 @@ class Coordination:
             )
         return self._longest_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
 
-    def _counting(self, *args: Any, **kwargs: Any) -> int:
-        """Blocks that all groups need; fresh destinations too, if the pool has them besides."""
-        self.manager.fresh = 0
-        needed = int(self._count(*args, **kwargs))
-        with_fresh = needed + self.manager.fresh
+    def _counting(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """Blocks that all groups need, with fresh destinations if the pool has them too."""
+        needed = int(
+            self._count(
+                *(request_id, num_tokens, new_computed_blocks, *args),
+                apply_admission_cap=apply_admission_cap,
+                **kwargs,
+            )
+        )
+        if apply_admission_cap:
+            return needed
+        own = new_computed_blocks[self._group]
+        with_fresh = needed + self.manager.destination_blocks(request_id, num_tokens, own).others
         free = int(self.manager.block_pool.get_num_free_blocks())
         return with_fresh if free >= with_fresh else needed
 

@@ -5,6 +5,7 @@ scheduler's loop.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -13,19 +14,23 @@ from vllm.v1.request import Request
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import SeamError
-from vllm_kvcompress.growth import Growth, most_blocks
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.pieces import Pieces
-from vllm_kvcompress.pipeline import method_of
-from vllm_kvcompress.repacking import adds_up
+from vllm_kvcompress.planning.schedules import (
+    AtEnd,
+    EveryInterval,
+    EveryPiece,
+    Holding,
+    RequestSchedule,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import adds_up, method_of
 
 logger = init_logger("vllm.kvcompress")
 
 
 class Planner:
-    """Plans one scheduler's compressions.
+    """Plans what one scheduler's requests are packed to.
 
     Args:
         settings: the engine's.
@@ -33,6 +38,7 @@ class Planner:
         block_size: tokens in a block.
         pool: vLLM's blocks, for admissions that ask how many are in use.
         windows: what layers with a sliding window take of a request; None where there are none.
+        requests: the scheduler's; None where no scheduler of ours is there.
     """
 
     def __init__(
@@ -42,27 +48,20 @@ class Planner:
         block_size: int,
         pool: BlockPool,
         windows: Windows | None = None,
+        requests: Mapping[str, Request] | None = None,
     ) -> None:
         self.admissions = Admissions(settings, num_layers, block_size, pool, windows)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
-        self._requests: Mapping[str, Request] | None = None
-        # Requests whose prefill ended: they are compressed, or left whole for good.
-        self._settled: set[str] = set()
-        # Those among them whose answer is bounded.
-        self.growing: dict[str, Growth] = {}
-        # Prefills under way that never stand whole.
-        self._in_pieces: dict[str, Pieces] = {}
-
-    def follow(self, requests: Mapping[str, Request] | None) -> None:
-        """Look up requests here from now on."""
         self._requests = requests
+        # Of requests whose prefill ended, and of those whose prompt never stands whole.
+        self.schedules: dict[str, RequestSchedule] = {}
 
     def request(self, request_id: str) -> Request:
-        """Raises SeamError where no scheduler is followed."""
+        """Raises SeamError where no scheduler of ours is there."""
         if self._requests is None:
             raise SeamError(
-                "CompressedManager follows no scheduler; select the scheduler through"
+                "CompressedManager knows no scheduler; select the scheduler through"
                 " --kv-compress, not by hand"
             )
         return self._requests[request_id]
@@ -75,126 +74,114 @@ class Planner:
         request = self.request(request_id)
         final = self.admissions.of(request).final
         reason = self.admissions.admit(request)
-        pieces = self.pieces_of(request)
-        if pieces is not None:
-            self._in_pieces[request_id] = pieces
+        schedule = self.schedule_of(request)
+        if isinstance(schedule.prefill, EveryPiece):
+            self.schedules[request_id] = schedule
         if not final and self._settings.max_whole is not None:
             self._end_with_the_pool(request)
         return reason
 
-    def settings_of(self, request_id: str) -> CompressionConfig:
-        """What compresses an admitted request."""
-        settings = self.admissions.of(self.request(request_id)).settings
-        assert settings is not None, request_id
-        return settings
+    def schedule_of(self, request: Request) -> RequestSchedule:
+        """What a request holds and when it is packed, or would be if it were admitted now.
 
-    def is_settled(self, request_id: str) -> bool:
-        return request_id in self._settled
+        Of a prefill of all tokens that the request has now. After a preemption these are the
+        prompt and what was generated before it: the same as a fresh request for the same tokens;
+        but where answers are bounded the budget stays that of the prompt, or each preemption would
+        raise it. Whether to compress at all was decided when it was admitted.
+        """
+        known = self.schedules.get(request.request_id)
+        if known is not None:
+            return known
+        holding = Holding(num_layers=self._num_layers, block_size=self._block_size)
+        return RequestSchedule(holding=holding, prefill=self._prefill(request))
 
-    def ends_prefill(self, request_id: str, num_tokens: int) -> bool:
-        """Whether the chunk up to `num_tokens` is the last of a prefill that goes on."""
-        if request_id in self._settled:
-            return False
-        return num_tokens >= int(self.request(request_id).num_tokens)
+    def _prefill(self, request: Request) -> AtEnd | EveryPiece | None:
+        """What packs the prefill that a request has now; None where it is left whole."""
+        decision, tokens = self.admissions.of(request), int(request.num_tokens)
+        own = packing = decision.settings
+        if own is not None and own.decode_budget is not None and request.num_output_tokens:
+            packing = own.variant(budget=own.tokens_per_layer(request.num_prompt_tokens))
+        again = packing
+        if again is None and request.num_output_tokens:
+            # Its answer was bounded, so it may have outgrown the pool since its prompt stood whole.
+            again = decision.bound_again
+        pieces = None if again is None else self.admissions.pieces(again, tokens)
+        if pieces is not None:
+            return pieces
+        if own is None or packing is None or request.max_tokens - request.num_output_tokens <= 1:
+            # With one token of the answer left, nothing would read a compressed prompt.
+            return None
+        plan = self.admissions.plan(packing, tokens)
+        return None if plan is None else AtEnd(settings=own, whole=plan)
 
-    def settle(self, request_id: str, plan: PagePlan | None) -> None:
-        """The prefill ends in this step, and is compressed by `plan`."""
-        self._settled.add(request_id)
-        self._in_pieces.pop(request_id, None)
-        growth = self._growth(self.request(request_id), plan)
-        if growth is not None:
-            self.growing[request_id] = growth
+    def has_prefilled(self, request_id: str) -> bool:
+        """Whether the prefill of a request ended: it is packed, or left whole for good."""
+        schedule = self.schedules.get(request_id)
+        return schedule is not None and schedule.prefilled
 
-    def _growth(self, request: Request, plan: PagePlan | None) -> Growth | None:
-        """How the answer behind a prefill that is compressed by `plan` is bounded, if it is."""
+    def end_prefill(
+        self, request: Request, schedule: RequestSchedule, plan: PagePlan | None
+    ) -> None:
+        """Note that a prefill ends in this step, and is packed by `plan`."""
+        schedule.answer = self._answer(request, schedule.holding, plan)
+        schedule.prefilled = True
+        self.schedules[request.request_id] = schedule
+
+    def _answer(
+        self, request: Request, holding: Holding, plan: PagePlan | None
+    ) -> EveryInterval | None:
+        """What bounds the answer behind a prefill that is packed by `plan`; None if nothing."""
         settings = self.admissions.of(request).growing
         if settings is None:
             return None
-        growth = Growth(
+        answer = EveryInterval(
             settings=settings,
-            num_layers=self._num_layers,
-            block_size=self._block_size,
             prefilled=int(request.num_tokens),
             last=int(request.num_prompt_tokens + request.max_tokens),
             added_up=int(request.num_tokens) if adds_up(settings) else None,
         )
-        if plan is not None:
-            growth.prefill_packed(plan)
-        if not growth.may_be_packed:
+        if not answer.may_pack(self._after(holding, plan, answer.prefilled)):
             # Nobody will ask, and its blocks may be others' too, beside which their sums lie.
-            growth.added_up = None
-        return growth
+            answer.added_up = None
+        return answer
 
-    def watching(
-        self, request_id: str, pieces: Pieces | None, whole: PagePlan | None
-    ) -> CompressionConfig | None:
-        """What a chunk of a prefill, of which nothing is dropped yet, is watched for."""
-        if pieces is not None:
-            return pieces.settings
-        if whole is not None:
-            return self.settings_of(request_id)
-        return self._watched_whole(self.request(request_id))
+    @staticmethod
+    def _after(holding: Holding, plan: PagePlan | None, tokens: int) -> Holding:
+        """What is held once a prefill of `tokens` is packed by `plan`."""
+        after = replace(holding)
+        if plan is not None:
+            after.pack(plan, tokens // holding.block_size)
+        return after
 
-    def _watched_whole(self, request: Request) -> CompressionConfig | None:
-        """What a prefill is watched for though nothing of it will be dropped at its end.
+    def watched_for(self, request: Request, schedule: RequestSchedule) -> CompressionConfig | None:
+        """What a chunk of a prefill is watched for after which nothing is packed; None if nothing.
 
-        A method that ranks by the attention of all rows needs the prompt's when it packs the
-        answer; what is never packed is not watched.
+        A method that ranks by the attention of all rows needs also that of a prompt of which
+        nothing is dropped at its end, for when it packs the answer; what is never packed is not
+        watched.
         """
+        if schedule.prefill is not None:
+            return schedule.prefill.settings
+        return self._watched_whole(request, schedule.holding)
+
+    def _watched_whole(self, request: Request, holding: Holding) -> CompressionConfig | None:
         settings = self.admissions.of(request).growing
         if settings is None or not adds_up(settings):
             return None
-        growth = self._growth(request, None)
-        return settings if growth is not None and growth.may_be_packed else None
+        answer = self._answer(request, holding, None)
+        return None if answer is None or answer.added_up is None else settings
 
     def forget(self, request_id: str) -> None:
         """The request ended or was preempted; unknown ones may be named."""
-        self._settled.discard(request_id)
-        self.growing.pop(request_id, None)
-        self._in_pieces.pop(request_id, None)
+        self.schedules.pop(request_id, None)
 
-    def plan_of(self, request_id: str) -> PagePlan | None:
-        """The plan for a prefill of all tokens the request has now.
-
-        After a preemption these are the prompt and what was generated before it: the same as
-        a fresh request for the same tokens; but where answers are bounded the budget stays that of
-        the prompt, or each preemption would raise it. Whether to compress at all was decided when
-        it was admitted.
-        """
-        request = self.request(request_id)
-        settings = self._packing(request)
-        if settings is None or request.max_tokens - request.num_output_tokens <= 1:
-            # With one token of the answer left, nothing would read a compressed prompt.
-            return None
-        return self.admissions.plan(settings, request.num_tokens)
-
-    def _packing(self, request: Request) -> CompressionConfig | None:
-        """What compresses the prefill that a request has now; None where it is left whole."""
-        settings = self.admissions.of(request).settings
-        if settings is None or settings.decode_budget is None or not request.num_output_tokens:
-            return settings
-        return settings.variant(budget=settings.tokens_per_layer(request.num_prompt_tokens))
-
-    # -- prompts that never stand whole -------------------------------------------------------
-
-    def pieces_of(self, request: Request) -> Pieces | None:
-        """How a prefill that waits or goes on is packed piecewise; None where it stands whole."""
-        if request.request_id in self._settled:
-            return None
-        known = self._in_pieces.get(request.request_id)
-        if known is not None:
-            return known
-        settings = self._packing(request)
-        if settings is None and request.num_output_tokens:
-            # Its answer was bounded, so it may have outgrown the pool since its prompt stood whole.
-            settings = self.admissions.of(request).bound_again
-        return None if settings is None else self.admissions.pieces(settings, request.num_tokens)
+    # -- how much room requests take, and what they share -------------------------------------
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that the prefill of a request takes at most, from its first to its last."""
-        pieces = self.pieces_of(request)
-        if pieces is not None:
-            return pieces.most_blocks()
+        prefill = self.schedule_of(request).prefill
+        if prefill is not None:
+            return prefill.most_blocks
         return -(-int(request.num_tokens) // self._block_size)
 
     def _end_with_the_pool(self, request: Request) -> None:
@@ -203,14 +190,15 @@ class Planner:
         Sequences may be longer than the pool once prompts need not stand whole, so vLLM's own
         check no longer promises that one request fits.
         """
-        size, tokens = self._block_size, int(request.num_tokens)
-        pieces = self.pieces_of(request)
-        plan = self.plan_of(request.request_id) if pieces is None else pieces.plan(tokens)
+        size, tokens, blocks = self._block_size, int(request.num_tokens), self.admissions.room
+        schedule = self.schedule_of(request)
+        plan = schedule.plan(tokens)
         packed = 0 if plan is None else plan.blocks
-        growth = self._growth(request, plan)
-        blocks = self.admissions.room
-        if growth is not None and most_blocks(growth, packed=packed, tokens=growth.last) <= blocks:
-            return
+        answer = self._answer(request, schedule.holding, plan)
+        if answer is not None:
+            after = self._after(schedule.holding, plan, tokens)
+            if answer.most_blocks(after, packed=packed, tokens=answer.last) <= blocks:
+                return
         behind = 0 if plan is None else tokens // size
         # the last token of an answer is never read, and takes no room
         room = max((blocks - packed + behind) * size - tokens + 1, 1)
@@ -228,16 +216,17 @@ class Planner:
         window, or, where that is the whole attention, all of it. Keys and values are read where
         they lie, however they came there.
         """
-        if (pieces := self.pieces_of(request)) is not None:
+        schedule = self.schedule_of(request)
+        if isinstance(pieces := schedule.prefill, EveryPiece):
             reads = method_of(pieces.settings).reads
             if Reads.COLUMN_SUMS in reads:
                 return 0
             # What lies behind the first packing was computed against what that left.
             window = pieces.settings.resolved_window if Reads.WINDOW in reads else 0
             return min(pieces.first_end - max(window, 1), max_length)
-        if self._watched_whole(request) is not None:
-            return 0
         settings = self.admissions.of(request).settings
+        if self._watched_whole(request, schedule.holding) is not None:
+            return 0
         # vLLM always recomputes the last token, so it asks for one less.
         tokens = max_length + 1
         if settings is None or self.admissions.plan(settings, tokens) is None:

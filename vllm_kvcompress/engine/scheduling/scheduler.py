@@ -26,6 +26,7 @@ from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_pl
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.planning.schedules import EveryPiece
 
 logger = init_logger("vllm.kvcompress")
 
@@ -37,8 +38,8 @@ class _Compressing:
         super().__init__(*args, **kwargs)
         self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
         self.compressed_manager = self.coordination.manager
-        self.compressed_manager.leave(windows_of(self.vllm_config))  # type: ignore[attr-defined]
-        self.compressed_manager.follow(self.requests)  # type: ignore[attr-defined]
+        windows = windows_of(self.vllm_config)  # type: ignore[attr-defined]
+        self.compressed_manager.connect(self.requests, windows)  # type: ignore[attr-defined]
         self.usage_notes = UsageNotes()
         # Plans that no report has acknowledged yet, in the order of their steps.
         self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()
@@ -61,7 +62,7 @@ class _Compressing:
         logger.info(
             "a prompt of %d tokens takes %d of %d KV blocks while it is computed, %d afterwards",
             plan.tokens,
-            whole if pieces is None else pieces.most_blocks(),
+            whole if pieces is None else pieces.most_blocks,
             blocks,
             plan.blocks + tail,
         )
@@ -101,10 +102,10 @@ class _Compressing:
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        pieces = self.compressed_manager.planner.pieces_of(request)
-        if pieces is None:
+        schedule = self.compressed_manager.planner.schedule_of(request)
+        if schedule.prefilled or not isinstance(schedule.prefill, EveryPiece):
             return tokens
-        return min(tokens, pieces.next_end(num_computed_tokens) - num_computed_tokens)
+        return min(tokens, schedule.prefill.next_end(num_computed_tokens) - num_computed_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, with its plan.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_kvcompress.engine.messages.counts import Counts
-from vllm_kvcompress.engine.messages.step import Packed
+from vllm_kvcompress.engine.messages.step import Pack, Packed
 
 
 @dataclass(slots=True)
@@ -37,6 +37,25 @@ class Tally:
     repacked: int = 0
     answer_blocks: int = 0
     pieces: int = 0
+
+    def pack(self, pack: Pack, returned: int, *, first: bool, own: bool) -> None:
+        """Add a request that the workers are to pack.
+
+        Args:
+            returned: blocks that went back to the pool by that.
+            first: nothing of it was packed before.
+            own: its own blocks became destinations.
+        """
+        if not pack.prefill:
+            self.repacked += 1
+            self.answer_blocks += returned
+            return
+        self.pieces += not pack.whole
+        self.freed_blocks += returned
+        self.packed_blocks += pack.plan.blocks * first
+        self.in_place += own
+        if pack.ends:
+            self.planned[pack.settings.compress] += 1
 
     def report(self, packed: Iterable[Packed]) -> None:
         """Add what a worker has packed."""

@@ -27,13 +27,13 @@ class UsageNotes:
 
     def plan(self, step: StepPlan | None) -> None:
         """The prompts that this step compresses."""
-        for todo, tokens in step.ended if step is not None else ():
+        for todo in step.ended if step is not None else ():
             plan = todo.plan
             kept = plan.pages * plan.block_size / plan.num_layers + plan.tail
             self._news[todo.request_id] = {
                 "method": todo.settings.compress,
                 "budget": todo.settings.budget,
-                "prompt_tokens": tokens,
+                "prompt_tokens": todo.tokens,
                 "kept_tokens": kept,
             }
 

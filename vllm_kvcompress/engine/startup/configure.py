@@ -21,8 +21,8 @@ from vllm_kvcompress.engine.startup.seams import check, check_all
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
-from vllm_kvcompress.pipeline import method_of
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of
 
 logger = init_logger("vllm.kvcompress")
 

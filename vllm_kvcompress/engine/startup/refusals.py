@@ -19,7 +19,7 @@ from vllm_kvcompress.planning.model_traits import (
     traits_of,
     unsupported,
 )
-from vllm_kvcompress.planning.obstacles import why_not_bounded, why_not_in_pieces, why_not_merged
+from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
 from vllm_kvcompress.settings.config import CompressionConfig
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -291,13 +291,9 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     return None
 
 
-def _answers_bounded(config: VllmConfig, settings: CompressionConfig) -> str | None:
+def _packed_again(config: VllmConfig, settings: CompressionConfig) -> str | None:
     # where vLLM chooses the block later, each layer's cache is asked again
-    return why_not_bounded(settings, config.cache_config.block_size)
-
-
-def _prompts_in_pieces(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    return why_not_in_pieces(settings, config.cache_config.block_size)
+    return why_not_again(settings, config.cache_config.block_size)
 
 
 def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
@@ -372,7 +368,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    of_both = (_quantised, _drafts, _window_fits, _answers_bounded, _prompts_in_pieces)
+    of_both = (_quantised, _drafts, _window_fits, _packed_again)
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

@@ -38,8 +38,8 @@ from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import ring_bytes
-from vllm_kvcompress.repacking import keeps_sums, merges, ring_window
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import keeps_sums, merges, ring_window
 
 logger = init_logger("vllm.kvcompress")
 

@@ -29,6 +29,8 @@ class Cake:
 
     reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
     exact_ratio: ClassVar[bool] = False
+    even: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[str] = ""
 
     tau1: float = 1.0
     tau2: float = 1.0

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import BY_QUERIES, Reads
 from vllm_kvcompress.methods.budgets import apportion
 from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
@@ -33,6 +33,7 @@ class D2O:
     """
 
     exact_ratio: ClassVar[bool] = True
+    even: ClassVar[bool] = False
 
     norm: str = "layer_minmax"
     floor: int = 8
@@ -48,6 +49,10 @@ class D2O:
     @property
     def reads(self) -> Reads:
         return Reads.COLUMN_SUMS | (Reads.COLUMN_MEANS if self.per_query else Reads.NOTHING)
+
+    @property
+    def needs_whole_prompt(self) -> str:
+        return BY_QUERIES if self.per_query else ""
 
     def densities(self, variance: torch.Tensor) -> torch.Tensor:
         """``[N]`` float64 ``F_l``, scaled as `norm` says, of column variances ``[N, Hq]``."""

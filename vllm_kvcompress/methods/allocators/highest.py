@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import BY_SCORES, Reads
 from vllm_kvcompress.methods.budgets import apportion
 from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
@@ -26,6 +26,8 @@ class Global:
 
     reads: ClassVar[Reads] = Reads.SCORES
     exact_ratio: ClassVar[bool] = False
+    even: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[str] = BY_SCORES
 
     def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""

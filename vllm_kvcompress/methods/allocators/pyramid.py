@@ -28,6 +28,8 @@ class Pyramid:
 
     reads: ClassVar[Reads] = Reads.NOTHING
     exact_ratio: ClassVar[bool] = False
+    even: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[str] = ""
 
     beta: float = 20.0
 

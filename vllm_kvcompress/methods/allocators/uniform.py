@@ -15,6 +15,8 @@ class Uniform:
 
     reads: ClassVar[Reads] = Reads.NOTHING
     exact_ratio: ClassVar[bool] = False
+    even: ClassVar[bool] = True
+    needs_whole_prompt: ClassVar[str] = ""
 
     def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64 on the CPU: equal, at most P."""

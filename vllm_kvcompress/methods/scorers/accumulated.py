@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import BY_QUERIES, Reads
 from vllm_kvcompress.methods.prompt import Columns
 from vllm_kvcompress.methods.scorers import pooling
 
@@ -26,6 +26,10 @@ class H2O:
     reads: ClassVar[Reads] = Reads.COLUMN_SUMS
 
     per_query: bool = False
+
+    @property
+    def needs_whole_prompt(self) -> str:
+        return BY_QUERIES if self.per_query else ""
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32."""

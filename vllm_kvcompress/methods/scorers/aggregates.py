@@ -42,6 +42,13 @@ def unused(aggregate: str) -> Mapping[str, str]:
     )
 
 
+def needs_whole_prompt(aggregate: str) -> str:
+    """Why an aggregate needs all tokens of a prompt; empty where it does not."""
+    if aggregate != "defensive":
+        return ""
+    return "it compares scores with their mean over the whole prompt"
+
+
 def past_scores(
     columns: Columns, aggregate: str, lines: int, kind: str, kernel: int
 ) -> torch.Tensor:

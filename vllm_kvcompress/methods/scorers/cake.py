@@ -25,6 +25,7 @@ class CakeIndicator:
     """
 
     reads: ClassVar[Reads] = Reads.WINDOW | Reads.VARIANCE
+    needs_whole_prompt: ClassVar[str] = ""
 
     gamma: float = 200.0
     kernel: int = 5

@@ -73,6 +73,15 @@ class Caote:
         return reads | aggregates.AGGREGATES[self.aggregate] if self.base == "snapkv" else reads
 
     @property
+    def needs_whole_prompt(self) -> str:
+        if self.base == "h2o":
+            # of what is packed more than once the mean over a KV head's query heads is kept
+            return (
+                "it weighs the sums of every query head, of which the mean over a KV head's is kept"
+            )
+        return aggregates.needs_whole_prompt(self.aggregate) if self.base == "snapkv" else ""
+
+    @property
     def unused(self) -> Mapping[str, str]:
         return aggregates.unused(self.aggregate)
 

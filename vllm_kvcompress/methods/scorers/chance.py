@@ -19,6 +19,7 @@ class Random:
     """
 
     reads: ClassVar[Reads] = Reads.NOTHING
+    needs_whole_prompt: ClassVar[str] = "what it draws would depend on the answers packed beside it"
 
     seed: int = 0
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from kvcompress_kernels.key_cosines import key_cosines
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import BY_KEYS, Reads
 from vllm_kvcompress.methods.prompt import Columns
 
 
@@ -20,6 +20,7 @@ class KeyDiff:
     """
 
     reads: ClassVar[Reads] = Reads.KEYS
+    needs_whole_prompt: ClassVar[str] = BY_KEYS
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32 in [-1, 1], up to rounding."""

@@ -7,7 +7,7 @@ import torch
 
 from kvcompress_kernels.lag_scores import lag_scores
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import BY_KEYS, Reads
 from vllm_kvcompress.methods.prompt import Columns
 
 
@@ -35,6 +35,7 @@ class LagKV:
     """
 
     reads: ClassVar[Reads] = Reads.KEYS | Reads.VALUES
+    needs_whole_prompt: ClassVar[str] = BY_KEYS
 
     sinks: int = 4
     lag: int = 128

@@ -21,6 +21,7 @@ class StreamingLLM:
     """
 
     reads: ClassVar[Reads] = Reads.NOTHING
+    needs_whole_prompt: ClassVar[str] = ""
 
     sinks: int = 4
 

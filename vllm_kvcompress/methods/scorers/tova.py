@@ -18,6 +18,7 @@ class Tova:
     """
 
     reads: ClassVar[Reads] = Reads.WINDOW
+    needs_whole_prompt: ClassVar[str] = ""
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32, equal rows."""

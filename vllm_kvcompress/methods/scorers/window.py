@@ -43,6 +43,11 @@ class SnapKV:
         return aggregates.AGGREGATES[self.aggregate] | values
 
     @property
+    def needs_whole_prompt(self) -> str:
+        reason = "it compares the values' norms with their sum over the whole prompt"
+        return aggregates.needs_whole_prompt(self.aggregate) or (reason if self.value_norm else "")
+
+    @property
     def unused(self) -> Mapping[str, str]:
         return aggregates.unused(self.aggregate)
 

@@ -1,0 +1,147 @@
+"""What is compiled before the first request: every kernel that a method's packing launches."""
+
+import torch
+
+from kvcompress_kernels.column_sums import column_sums
+from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
+from vllm_kvcompress.engine.compression.packer import Job, Packer
+from vllm_kvcompress.engine.messages.step import Addition, Pack
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.rows import LATEST
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of
+
+
+class WarmUp:
+    """Packs the null block, which no request reads, as if it were the first request's of a batch.
+
+    Args:
+        settings: what packs it.
+        queries: query heads, head dim and dtype of a layer's queries.
+    """
+
+    def __init__(
+        self,
+        packer: Packer,
+        adder: AttentionAdder,
+        settings: CompressionConfig,
+        queries: tuple[int, int, torch.dtype],
+    ) -> None:
+        self._packer, self._adder, self._pool = packer, adder, packer.pool
+        self._settings, self._method = settings, method_of(settings)
+        self._heads, self._dim, self._dtype = queries
+
+    def run(self, longest: int) -> None:
+        """Pack whole prompts of up to `longest` tokens, and whatever else these settings pack."""
+        settings = self._settings
+        self._prompts(longest)
+        if settings.decode_budget is not None:
+            self.pack_again(settings.resolved_decode_window, prefill=False)
+        if settings.max_whole is not None:
+            self.pack_again(settings.resolved_window, prefill=True)
+
+    def _query(self, rows: int) -> torch.Tensor:
+        device = self._pool.pages.device
+        return torch.zeros(rows, self._heads, self._dim, dtype=self._dtype, device=device)
+
+    def _prompts(self, longest: int) -> None:
+        """Lengths are one per configuration of the kernels, and odd.
+
+        Whole attention is watched in the first one only.
+        """
+        settings, block = self._settings, self._pool.block_size
+        budget = settings.budget if isinstance(settings.budget, int) else 0
+        short = max(
+            2 * settings.resolved_window, 4 * block, settings.min_prompt, budget + 2 * block
+        )
+        lengths = sorted({min(short + extra, longest) for extra in (3, 4096, 32768, longest)})
+        for tokens in lengths:
+            plan = page_plan(settings.prompt(self._packer.num_layers, tokens), block)
+            if plan is not None:
+                self._prompt(plan, shortest=tokens == lengths[0])
+
+    def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
+        layers, pages = range(self._packer.num_layers), self._pool.pages
+        blocks = pages.new_zeros(-(-plan.tokens // plan.block_size), dtype=torch.int64)
+        if shortest and Reads.COLUMN_SUMS in self._method.reads:
+            self._watch_attention(self._query(plan.tokens), blocks)
+        sums = torch.zeros(self._heads, plan.tokens, device=pages.device)
+        for in_place in (False, shortest):
+            todo = Pack(
+                request_id="",
+                settings=self._settings,
+                plan=plan,
+                tokens=plan.tokens,
+                destination=(0,) * plan.blocks,
+                in_place=in_place,
+            )
+            job = Job(
+                todo=todo,
+                method=self._method,
+                blocks=blocks,
+                queries=dict.fromkeys(layers, self._query(plan.window)),
+                sums=dict.fromkeys(layers, sums),
+            )
+            self._packer.run([job])
+            self._pool.forget("")
+
+    def _watch_attention(self, query: torch.Tensor, blocks: torch.Tensor) -> None:
+        for layer in range(self._packer.num_layers):
+            pages, scales = self._pool.flat_ids(layer, blocks), self._packer.scales
+            opened = self._packer.mover.open(pages, Reads.COLUMN_SUMS)
+            where = opened.keys, opened.pages, len(query)
+            column_sums(query, *where, scales.logits[layer], scales.sinks_of(layer))
+
+    def pack_again(self, window: int, *, prefill: bool) -> None:
+        """Pack what a request holds of which tokens were dropped, and add up its attention.
+
+        Args:
+            window: queries that choose.
+            prefill: they are a prompt's, and not an answer's.
+        """
+        layers, size = self._packer.num_layers, self._pool.block_size
+        pages = layers * (window // size + 2)
+        plan = PagePlan(
+            num_layers=layers,
+            tokens=(window // size + 4) * size,
+            block_size=size,
+            window=window,
+            budget=pages // layers * size,
+            pages=pages,
+            total=pages * size,
+        )
+        self._pool.admit("")
+        # The layers of an answer divide once; those of a prompt divide anew at every boundary.
+        for destination in ((0,) * plan.blocks, None)[: 1 if prefill else 2]:
+            todo = Pack(
+                request_id="",
+                settings=self._settings,
+                plan=plan,
+                tokens=plan.tokens,
+                destination=destination,
+                prefill=prefill,
+                whole=False,
+                ends=False,
+                in_place=True,
+            )
+            self._pool.put_null_block_in_row(plan.tokens)
+            asked = dict.fromkeys(range(layers), self._query(window)) if prefill else {}
+            self._packer.run([Job(todo=todo, method=self._method, queries=asked)])
+        if keeps_sums(self._settings) if prefill else adds_up(self._settings):
+            self._add_up(prefill)
+        self._pool.put_null_block_in_row(0)
+        self._pool.forget("")
+
+    def _add_up(self, prefill: bool) -> None:
+        """Add up as many queries at once as there are kernels of."""
+        size = self._pool.block_size
+        most = LATEST if prefill else min(self._settings.decode_interval, LATEST)
+        for latest in sorted({min(2**power, most) for power in range(3, 8)}):
+            tokens = (latest // size + 1) * size
+            self._pool.put_null_block_in_row(tokens)
+            if prefill:
+                self._adder.add_chunk(0, 0, self._query(latest), tokens)
+            else:
+                add = Addition(request_id="", tokens=0, latest=latest, most=tokens)
+                self._adder.add([(add, 0)])

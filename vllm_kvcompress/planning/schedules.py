@@ -1,0 +1,306 @@
+"""When a request is packed, and to how many pages: from lengths alone.
+
+A request has one holding, and up to two schedules one after the other: of its prefill, `AtEnd` or
+`EveryPiece`, and of its answer, `EveryInterval`. Each is asked the same: is the request packed
+after the step that ends with so many tokens computed, and how?
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import largest_budgets
+
+
+@dataclass(slots=True, kw_only=True)
+class Holding:
+    """What one request holds: pages that its layers divide, then ordinary blocks.
+
+    Args:
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        pages: packed over all layers; 0 while nothing is.
+        first_block: index of the first ordinary block.
+        most_pages: packed pages that no layer exceeds.
+        frozen: layers keep their counts from now on.
+    """
+
+    num_layers: int
+    block_size: int
+    pages: int = 0
+    first_block: int = 0
+    most_pages: int = 0
+    frozen: bool = False
+
+    def pages_at(self, blocks: int) -> int:
+        """Pages over all layers once the request has so many blocks in vLLM's count."""
+        return self.pages + self.num_layers * (blocks - self.first_block)
+
+    def most_tokens(self, tokens: int) -> int:
+        """Tokens that no layer exceeds once `tokens` of the request are computed."""
+        return tokens + (self.most_pages - self.first_block) * self.block_size
+
+    def pack(self, plan: PagePlan, blocks: int, *, freeze: bool = False) -> None:
+        """Take in that the first `blocks` in vLLM's count were packed by `plan`."""
+        if not self.frozen:
+            self.most_pages = plan.most_pages
+        self.pages, self.first_block = plan.pages, blocks
+        self.frozen = self.frozen or freeze
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtEnd:
+    """A prompt that stands whole until its prefill ends.
+
+    Args:
+        settings: what packs it.
+        whole: how much of it is kept.
+    """
+
+    settings: CompressionConfig
+    whole: PagePlan
+
+    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
+        return self.whole if tokens >= self.whole.tokens else None
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the prompt holds at most until its end is packed, in its own blocks."""
+        return -(-self.whole.tokens // self.whole.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EveryPiece:
+    """A prompt that never stands whole: it is packed while it is computed.
+
+    Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
+    makes. At each, a prompt that holds more pages than it may is packed to what the whole prompt
+    may keep. So what it holds never exceeds that and one piece (CAOTE section 2 evicts so, in
+    blocks of 128).
+
+    Args:
+        settings: what packs it, with `max_whole`.
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        tokens: of the whole prefill, S.
+    """
+
+    settings: CompressionConfig
+    num_layers: int
+    block_size: int
+    tokens: int
+
+    @property
+    def first_end(self) -> int:
+        """Tokens that are computed when it is packed for the first time: the end, if not before."""
+        piece = self.settings.piece
+        held_whole = self._kept(0) * self.block_size // self.num_layers
+        return min((held_whole // piece + 1) * piece, self.tokens)
+
+    def next_end(self, computed: int) -> int:
+        """Where a chunk must end at the latest that starts behind `computed` tokens."""
+        piece = self.settings.piece
+        return min((computed // piece + 1) * piece, self.tokens)
+
+    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+
+        It must end at a boundary and leave more than may be held; the prompt's end always packs,
+        by then to what the tail leaves.
+        """
+        ends = tokens == self.tokens
+        if not ends and tokens % self.settings.piece:
+            return None
+        blocks, rest = divmod(tokens, self.block_size)
+        tail = rest if ends else 0
+        pages = self._kept(tail)
+        if holding.pages_at(blocks) <= pages and not ends:
+            return None
+        prompt = self.settings.prompt(self.num_layers, self.tokens)
+        return PagePlan(
+            num_layers=self.num_layers,
+            tokens=holding.most_tokens(blocks * self.block_size) + tail,
+            block_size=self.block_size,
+            window=prompt.window,
+            budget=prompt.budget,
+            pages=pages,
+            total=prompt.total,
+        )
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the prompt holds at most until its end is packed, in its own blocks."""
+        first, size = self.first_end, self.block_size
+        if first == self.tokens:
+            return -(-first // size)
+        kept, behind = -(-self._kept(0) // self.num_layers), self.tokens - first
+        return max(first // size, kept - (-min(self.settings.piece, behind) // size))
+
+    def _kept(self, tail: int) -> int:
+        """Pages over all layers that may be held at a boundary, `tail` tokens behind them."""
+        prompt = self.settings.prompt(self.num_layers, self.tokens)
+        return pages_kept(prompt, tail, self.block_size)
+
+
+@dataclass(slots=True, kw_only=True)
+class EveryInterval:
+    """An answer whose memory is bounded while it is written.
+
+    Args:
+        settings: what packs it, with `decode_budget`.
+        prefilled: tokens when its prefill ended; later ones leave their queries.
+        last: tokens of its longest answer and its prompt.
+        added_up: tokens whose attention the workers have added up, for a method that ranks by the
+            sum of all rows; None for one that does not.
+    """
+
+    settings: CompressionConfig
+    prefilled: int
+    last: int
+    added_up: int | None = None
+
+    def cap(self, holding: Holding) -> int:
+        """Pages that are held over all layers once the answer was packed again, P."""
+        budget, size = self.settings.decode_budget, holding.block_size
+        assert budget is not None
+        # every layer needs its window's pages, or one
+        floor = max(-(-self.settings.resolved_decode_window // size), 1)
+        return max(holding.pages, holding.num_layers * budget // size, holding.num_layers * floor)
+
+    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+
+        It must fill a block, be `decode_interval` tokens after the last time and a window after
+        the prefill, leave something to read it, and hold more than it may.
+        """
+        size, settings, layers = holding.block_size, self.settings, holding.num_layers
+        blocks, rest = divmod(tokens, size)
+        window, cap = settings.resolved_decode_window, self.cap(holding)
+        if rest or (blocks - holding.first_block) * size < settings.decode_interval:
+            return None
+        # The step's own token is the next after `tokens`: another step must read what is packed.
+        if tokens - self.prefilled < window or tokens + 1 >= self.last:
+            return None
+        if holding.pages_at(blocks) <= cap:
+            return None
+        return PagePlan(
+            num_layers=layers,
+            tokens=holding.most_tokens(tokens),
+            block_size=size,
+            window=window,
+            budget=max(cap * size // layers, window + 1),
+            pages=cap,
+            total=cap * size,
+        )
+
+    def may_pack(self, holding: Holding) -> bool:
+        """Whether its longest answer holds more than it may, at a step that another one follows."""
+        size, settings = holding.block_size, self.settings
+        end = (self.last - 2) // size
+        if (end - holding.first_block) * size < settings.decode_interval:
+            return False
+        if end * size - self.prefilled < max(settings.resolved_decode_window, 1):
+            return False
+        return holding.pages_at(end) > self.cap(holding)
+
+    def add_up(self, tokens: int, block_size: int, *, packs: bool) -> int:
+        """Queries whose attention is added up after a step that ends with `tokens` computed.
+
+        They count as added up from then on.
+
+        Args:
+            packs: it is packed after that step: what is dropped must have been judged by all.
+        """
+        if self.added_up is None:
+            return 0
+        latest = tokens - self.added_up
+        # Queries are kept for an interval, and what blocks hold is added up when they are full.
+        full = tokens % block_size == 0
+        if packs or (full and latest + block_size > self.settings.decode_interval):
+            self.added_up = tokens
+            return latest
+        return 0
+
+    def most_blocks(self, holding: Holding, *, packed: int, tokens: int) -> int:
+        """Blocks that the request holds at most until `tokens` of it are in the cache.
+
+        Args:
+            holding: of the request when its prefill has ended; it stays as it is.
+            packed: blocks that its prompt was packed into, 0 without.
+        """
+        size, most, holding = holding.block_size, 0, replace(holding)
+        for blocks in range(self.prefilled // size, tokens // size + 1):
+            most = max(most, packed + blocks - holding.first_block)
+            later = blocks * size > self.prefilled
+            plan = self.plan(holding, blocks * size) if later else None
+            if plan is not None:
+                packed = plan.blocks
+                holding.pack(plan, blocks, freeze=True)
+        return max(most, packed + -(-tokens // size) - holding.first_block)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestSchedule:
+    """One request's holding, and what packs it.
+
+    Args:
+        prefill: until its prefill ends; None where the prompt is left whole.
+        answer: from then on; None where the answer is not bounded.
+        prefilled: whether the prefill has ended.
+    """
+
+    holding: Holding
+    prefill: AtEnd | EveryPiece | None
+    answer: EveryInterval | None = None
+    prefilled: bool = False
+
+    def plan(self, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
+        schedule = self.answer if self.prefilled else self.prefill
+        return None if schedule is None else schedule.plan(self.holding, tokens)
+
+
+def pieces_of(
+    settings: CompressionConfig, num_layers: int, block_size: int, tokens: int
+) -> EveryPiece | None:
+    """How a prefill of `tokens` goes piecewise; None where it stands whole.
+
+    It is no longer than `max_whole`, or comes to its end before it holds more than it may keep.
+    """
+    if settings.max_whole is None or tokens <= settings.max_whole:
+        return None
+    pieces = EveryPiece(
+        settings=settings, num_layers=num_layers, block_size=block_size, tokens=tokens
+    )
+    return None if pieces.first_end == tokens else pieces
+
+
+def standing_blocks(
+    settings: CompressionConfig, num_layers: int, block_size: int, longest: int
+) -> int:
+    """Blocks that one request takes at most while its prompt of up to `longest` is computed.
+
+    At the budgets that the operator gave: who names a larger one may be refused.
+    """
+    whole = -(-longest // block_size)
+    if settings.max_whole is None:
+        return whole
+    most = -(-min(settings.max_whole, longest) // block_size)
+    for variant in _granted(settings):
+        pieces = pieces_of(variant, num_layers, block_size, longest)
+        most = max(most, whole if pieces is None else pieces.most_blocks)
+    return min(most, whole)
+
+
+def _granted(settings: CompressionConfig) -> Iterator[CompressionConfig]:
+    """Every method that a request may come by, at each budget that nobody has to name."""
+    for variant in settings.variants:
+        for budget in largest_budgets(settings, variant.compress).granted:
+            try:
+                yield variant.variant(budget=budget)
+            except ConfigError:
+                # such a request is refused: the budget does not hold the method's window
+                continue

@@ -1,0 +1,48 @@
+"""The method that some settings stand for, and what an engine remembers for it."""
+
+from functools import lru_cache
+
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.method import Method
+from vllm_kvcompress.settings.config import CompressionConfig
+
+
+@lru_cache(maxsize=64)
+def method_of(settings: CompressionConfig) -> Method:
+    """The method that some settings stand for; built once."""
+    return Method(
+        allocator=settings.build_allocator(),
+        scorer=settings.build_scorer(),
+        selector=settings.build_selector(),
+        merge=settings.parts.merge,
+    )
+
+
+def packs_again(settings: CompressionConfig) -> bool:
+    """Whether an answer, or a prompt, is packed more than once."""
+    return settings.decode_budget is not None or settings.max_whole is not None
+
+
+def adds_up(settings: CompressionConfig) -> bool:
+    """Whether a bounded answer is ranked by the attention of all its rows, which is added up."""
+    return settings.decode_budget is not None and keeps_sums(settings)
+
+
+def keeps_sums(settings: CompressionConfig) -> bool:
+    """Whether what is packed more than once, answer or prompt, needs its attention added up."""
+    return packs_again(settings) and Reads.COLUMN_SUMS in method_of(settings).reads
+
+
+def merges(settings: CompressionConfig) -> bool:
+    """Whether tokens merge in what is packed more than once, so that it has a threshold."""
+    return packs_again(settings) and bool(method_of(settings).merge)
+
+
+def ring_window(settings: CompressionConfig) -> int:
+    """The most last queries that an engine keeps of each growing answer; 0 where none is read."""
+    if settings.decode_budget is None:
+        return 0
+    windows = [variant.resolved_decode_window for variant in settings.variants]
+    if any(adds_up(variant) for variant in settings.variants):
+        windows.append(settings.decode_interval)
+    return max(windows)
