@@ -58,9 +58,9 @@ def cache(size, float8, interleave):
 @float8
 @query_of
 @sizes
-@pytest.mark.parametrize("w", [1, 11])
-def test_window_scores(w, size, interleave, dtype, float8):
+def test_window_scores(size, interleave, dtype, float8):
     heads, _, tokens, dim, _ = size
+    w = 1 if tokens == 33 else 11
     q = torch.randn(w, heads, dim).to(dtype)
     _, (narrow, wide) = cache(size, float8, interleave)
     asked = {"variance": w > 1, "maximum": True, "pooled": w > 1}
@@ -74,9 +74,9 @@ def test_window_scores(w, size, interleave, dtype, float8):
 @float8
 @query_of
 @sizes
-@pytest.mark.parametrize("count", [1, 32])
-def test_column_sums(count, size, interleave, dtype, float8):
+def test_column_sums(size, interleave, dtype, float8):
     heads, _, tokens, dim, _ = size
+    count = 1 if tokens == 33 else 32
     q = torch.randn(count, heads, dim).to(dtype)
     _, (narrow, wide) = cache(size, float8, interleave)
     got = column_sums(q, *narrow, tokens, 0.3)
