@@ -105,7 +105,7 @@ def test_rows_of_other_lengths_have_sinks_of_their_own():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("tokens", "count"), [(70, 70), (131, 7), (1, 1), (300, 129)])
+@pytest.mark.parametrize(("tokens", "count"), [(70, 70), (131, 7), (1, 1), (200, 129)])
 def test_column_sums_with_sinks(tokens, count, scale, monkeypatch):
     """Of keys that are read at once, and span by span."""
     heads, kv_heads, dim = 6, 2, 16

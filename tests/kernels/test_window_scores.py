@@ -14,6 +14,8 @@ pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
+# columns that the kernels' programs, and the CPU's form, look at together
+TILE = 64 if INTERPRETED else 512
 every = {"variance": True, "maximum": True}
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
@@ -46,7 +48,7 @@ def compare(
         (12, 4, 2, 20, 4, 4),
         (13, 4, 1, 37, 8, 8),
         (14, 6, 2, 101, 16, 16),
-        (15, 9, 3, 257, 64, 32),
+        (15, 9, 3, 129 if INTERPRETED else 257, 64, 32),
         (17, 3, 1, 5, 4, 4),
     ],
 )
@@ -58,9 +60,10 @@ def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, w, block):
 @pytest.mark.parametrize(
     ("tokens", "w"),
     [
-        *((tokens, 2) for tokens in (15, 16, 17, 31, 32, 33, 48, 511, 512, 513, 1024, 1040)),
-        *((tokens, 1) for tokens in (16, 17, 513)),
-        *((tokens, 14) for tokens in (15, 17, 33, 513)),
+        *((tokens, 2) for tokens in (15, 16, 17, 31, 32, 33, 48, 1024, 1040)),
+        *((TILE + beside, 2) for beside in (-1, 0, 1)),
+        *((tokens, 1) for tokens in (16, 17, TILE + 1)),
+        *((tokens, 14) for tokens in (15, 17, 33, TILE + 1)),
     ],
 )
 def test_lengths_around_blocks_and_tiles(tokens, w):
