@@ -1,4 +1,4 @@
-"""Every op, launched as the engine launches it, beside its reference and its floor.
+"""Every op, launched as the engine launches it, beside its form in torch and its floor.
 
 The window scores of several layers share a launch, the more the shorter the prompt
 (`Packer._observe`); column sums (`PromptCompressor.after_attention`), what is read of keys and
@@ -24,29 +24,29 @@ from benchmarks.gpu.prompt import (
     tables_twice,
 )
 from kvcompress_kernels.column_sums import column_sums
-from kvcompress_kernels.column_sums import reference as column_sums_reference
+from kvcompress_kernels.column_sums import cpu as column_sums_cpu
+from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
 from kvcompress_kernels.key_cosines import key_cosines
-from kvcompress_kernels.key_cosines import reference as key_cosines_reference
+from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
 from kvcompress_kernels.lag_scores import lag_scores
-from kvcompress_kernels.lag_scores import reference as lag_scores_reference
+from kvcompress_kernels.merge_evicted import cpu as merge_evicted_cpu
 from kvcompress_kernels.merge_evicted import merge_evicted
-from kvcompress_kernels.merge_evicted import reference as merge_evicted_reference
+from kvcompress_kernels.move_kept import cpu as move_kept_cpu
 from kvcompress_kernels.move_kept import move_kept
-from kvcompress_kernels.move_kept import reference as move_kept_reference
+from kvcompress_kernels.page_tables import cpu as page_tables_cpu
 from kvcompress_kernels.page_tables import page_tables
-from kvcompress_kernels.page_tables import reference as page_tables_reference
-from kvcompress_kernels.select import reference as select_reference
+from kvcompress_kernels.select import cpu as select_cpu
 from kvcompress_kernels.select import select, select_chunks
-from kvcompress_kernels.value_norms import reference as value_norms_reference
+from kvcompress_kernels.value_norms import cpu as value_norms_cpu
 from kvcompress_kernels.value_norms import value_norms
-from kvcompress_kernels.value_scores import reference as value_scores_reference
+from kvcompress_kernels.value_scores import cpu as value_scores_cpu
 from kvcompress_kernels.value_scores import value_scores
-from kvcompress_kernels.window_scores import reference as window_scores_reference
+from kvcompress_kernels.window_scores import cpu as window_scores_cpu
 from kvcompress_kernels.window_scores import window_scores_of_layers
 from vllm_kvcompress.planning.memory import layers_at_once
 
 CHUNK = 10  # tokens of ChunkKV's chunks
-RTOL, ATOL = 1e-4, 1e-6  # of floats against the reference, as in the kernels' tests
+RTOL, ATOL = 1e-4, 1e-6  # of floats against `plain`, as in the kernels' tests
 Outputs = Sequence[torch.Tensor]
 
 
@@ -57,9 +57,9 @@ class Op:
     Args:
         launch: the layers of one launch.
         left: what it left in memory that it was given, where those are its outputs.
-        plain: the torch reference's outputs of the same.
+        plain: what the op's `cpu.py` returns for the same; `reference.py` would take days here.
         at_once: layers of a launch.
-        exact: whether every bit must be the reference's.
+        exact: whether every bit must be that of `plain`.
         of: what it works on.
         floor_bytes: bytes that must move for all layers; 0 if arithmetic is the floor.
         floor_flops: operations that must be done on the tensor cores.
@@ -93,13 +93,13 @@ def some(outputs: Any) -> Outputs:
     return [x for x in outputs if x is not None]
 
 
-def layer_op(name: str, op: Any, reference: Any, args: Any, **more: Any) -> Op:
-    """An op that is launched layer by layer; references take the same arguments by position."""
+def layer_op(name: str, op: Any, plain: Any, args: Any, **more: Any) -> Op:
+    """An op that is launched layer by layer; plain forms take the same arguments by position."""
     options = more.pop("options", {})
     return Op(
         name=name,
         launch=lambda p, layers: some(op(*args(p, layers[0]), **options)),
-        plain=lambda p, layers: some(reference(*args(p, layers[0]), *options.values())),
+        plain=lambda p, layers: some(plain(*args(p, layers[0]), *options.values())),
         at_once=lambda shape: 1,
         **more,
     )
@@ -118,7 +118,7 @@ def window_op(
         return [x for scores in found for x in some(scores)]
 
     def plain(p: Prompt, layers: range) -> Outputs:
-        run, tokens = window_scores_reference.run, p.shape.tokens
+        run, tokens = window_scores_cpu.run, p.shape.tokens
         rows = ((p.query[layer], p.keys, p.pages[layer], tokens, p.scale) for layer in layers)
         return [x for row in rows for x in some(run(*row, **asked))]
 
@@ -135,7 +135,7 @@ _ONCE: dict[str, Any] = {"floor_bytes": keys_once, "goal": 0.8}
 
 
 def prompt_op(name: str, launch: Any, plain: Any, **more: Any) -> Op:
-    """An op that takes all layers at once, and decides or moves: every bit is the reference's."""
+    """An op that takes all layers at once, and decides or moves: every bit is the plain form's."""
     layers = {"at_once": lambda shape: shape.layers, "exact": True}
     return Op(name=name, launch=launch, plain=plain, **layers, **more)
 
@@ -168,7 +168,7 @@ def lag_op(name: str, sinks: int, lag: int) -> Op:
         size = fitting(p.shape.tokens)
         parts = (p.shape.tokens - sinks) // size - 1
         what = p.keys, p.values, p.pages[layers[0]]
-        return [lag_scores_reference.run(*what, parts, sinks, size)]
+        return [lag_scores_cpu.run(*what, parts, sinks, size)]
 
     floor = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
     return Op(name=name, launch=launch, plain=plain, at_once=lambda shape: 1, **floor)
@@ -202,7 +202,7 @@ def select_plain(p: Prompt, _: range) -> Outputs:
     scores, columns, keep, most = ranked(p)
     keep = keep.repeat_interleave(p.shape.kv_heads)
     none = torch.zeros_like(keep)
-    return [select_reference.run(scores, none + columns, keep, most, none, none)]
+    return [select_cpu.run(scores, none + columns, keep, most, none, none)]
 
 
 def chunks_launch(p: Prompt, _: range) -> Outputs:
@@ -212,7 +212,7 @@ def chunks_launch(p: Prompt, _: range) -> Outputs:
 def chunks_plain(p: Prompt, _: range) -> Outputs:
     scores, columns, keep, most = ranked(p)
     columns = torch.full_like(keep, columns)
-    return [select_reference.chunks(scores, columns, keep, most, CHUNK, p.shape.kv_heads)]
+    return [select_cpu.chunks(scores, columns, keep, most, CHUNK, p.shape.kv_heads)]
 
 
 def move_launch(p: Prompt, _: range) -> Outputs:
@@ -231,7 +231,7 @@ def move_plain(p: Prompt, _: range) -> Outputs:
     """The same tokens in pages of their own."""
     where = torch.arange(p.targets.numel(), device=p.device).view_as(p.targets)
     to = tuple(x.new_empty(where.numel(), *x.shape[1:]) for x in (p.keys, p.values))
-    move_kept_reference.run(p.keys, p.values, p.pages, p.kept, p.counts, where, *to)
+    move_kept_cpu.run(p.keys, p.values, p.pages, p.kept, p.counts, where, *to)
     pages = filled(p, where)
     return [x[pages] for x in to]
 
@@ -252,7 +252,7 @@ def read_tables(step: DecodeStep) -> Outputs:
 
 def tables_plain(step: DecodeStep, _: range) -> Outputs:
     tables, lengths = torch.zeros_like(step.tables), torch.zeros_like(step.lengths)
-    page_tables_reference.run(*step.where, *step.rows, tables, lengths)
+    page_tables_cpu.run(*step.where, *step.rows, tables, lengths)
     return covered(step, tables, lengths)
 
 
@@ -264,18 +264,18 @@ def covered(step: DecodeStep, tables: torch.Tensor, lengths: torch.Tensor) -> Ou
 
 # -- the list ----------------------------------------------------------------------------------
 
-_VALUES = value_scores, value_scores_reference.run, value_args
-_NORMS = value_norms, value_norms_reference.run, norm_args
-_COSINES = key_cosines, key_cosines_reference.run, cosine_args
-_COLUMNS = column_sums, column_sums_reference.run, column_args
+_VALUES = value_scores, value_scores_cpu.run, value_args
+_NORMS = value_norms, value_norms_cpu.run, norm_args
+_COSINES = key_cosines, key_cosines_cpu.run, cosine_args
+_COLUMNS = column_sums, column_sums_cpu.run, column_args
 
 
 def merged(*args: Any) -> Any:
-    """The reference of `merge_evicted`, for a prompt: nothing was evicted before."""
+    """`cpu.py` of `merge_evicted`, for a prompt: nothing was evicted before."""
     tokens, kept, counts = args[3:6]
     lengths, beta = torch.full_like(counts, tokens), 0.7
     threshold = torch.full(kept.shape[:2], torch.nan, device=kept.device)
-    return merge_evicted_reference.run(*args, False, lengths, threshold, beta)
+    return merge_evicted_cpu.run(*args, False, lengths, threshold, beta)
 
 
 _MERGE = merge_evicted, merged, merge_args
@@ -307,7 +307,7 @@ OPS = (
 
 
 def wrong(op: Op, got: Outputs, want: Outputs) -> float:
-    """The worst output's share of elements that are not the reference's."""
+    """The worst output's share of elements that are not the plain form's."""
     if [x.shape for x in got] != [x.shape for x in want]:
         return 1.0
     shares = [0.0]

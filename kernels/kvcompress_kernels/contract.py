@@ -30,5 +30,5 @@ def check_pages(op: str, pages: torch.Tensor, tokens: int, block: int, *rows: in
 
 
 def triton_takes(tensor: torch.Tensor) -> bool:
-    """Whether an op on `tensor` runs its Triton kernels; the reference runs everywhere else."""
+    """Whether an op on `tensor` runs its Triton kernels; its CPU form runs everywhere else."""
     return tensor.is_cuda

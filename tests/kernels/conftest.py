@@ -4,7 +4,7 @@
   of them on the GPU, with the same strides and overlaps, and what it wrote or returned comes back.
   ``-m gpu`` runs these tests alone; without a GPU it skips them with one sentence.
 * With ``TRITON_INTERPRET=1`` in Triton's interpreter, on the CPU tensors themselves.
-* Otherwise the references run, on the CPU.
+* Otherwise the CPU forms run.
 
 Where kernels run, memory that they get fresh is filled with NaN, or the largest integer, before.
 """
@@ -158,5 +158,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     if not ON_GPU and re.search(r"(?<!not )\bgpu\b", item.config.getoption("markexpr") or ""):
         pytest.skip(NO_GPU)
-    if KERNELS_RUN and item.get_closest_marker("reference"):
-        pytest.skip("about the reference's own tiles or temporaries")
+    if KERNELS_RUN and item.get_closest_marker("cpu"):
+        pytest.skip("about the CPU form's own tiles or temporaries")

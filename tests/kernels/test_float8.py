@@ -58,9 +58,9 @@ def cache(size, float8, interleave):
 @float8
 @query_of
 @sizes
-@pytest.mark.parametrize("w", [1, 11])
-def test_window_scores(w, size, interleave, dtype, float8):
+def test_window_scores(size, interleave, dtype, float8):
     heads, _, tokens, dim, _ = size
+    w = 1 if tokens == 33 else 11
     q = torch.randn(w, heads, dim).to(dtype)
     _, (narrow, wide) = cache(size, float8, interleave)
     asked = {"variance": w > 1, "maximum": True, "pooled": w > 1}
@@ -74,9 +74,9 @@ def test_window_scores(w, size, interleave, dtype, float8):
 @float8
 @query_of
 @sizes
-@pytest.mark.parametrize("count", [1, 32])
-def test_column_sums(count, size, interleave, dtype, float8):
+def test_column_sums(size, interleave, dtype, float8):
     heads, _, tokens, dim, _ = size
+    count = 1 if tokens == 33 else 32
     q = torch.randn(count, heads, dim).to(dtype)
     _, (narrow, wide) = cache(size, float8, interleave)
     got = column_sums(q, *narrow, tokens, 0.3)
@@ -86,8 +86,7 @@ def test_column_sums(count, size, interleave, dtype, float8):
 
 @float8
 @sizes
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("reduce", ["mean", "l2"])
+@pytest.mark.parametrize(("fast", "reduce"), [(False, "mean"), (True, "l2")])
 def test_value_scores(reduce, fast, size, interleave, float8):
     heads, kv_heads, tokens, dim, block = size
     v = torch.randn(kv_heads, tokens, dim).to(float8)
@@ -120,7 +119,7 @@ def test_least_and_largest_values(value, float8):
 @float8
 def test_scale_of_keys_is_a_factor_on_the_logits(float8):
     k, (narrow, _) = cache((6, 2, 75, 8, 16), float8, False)
-    q = torch.randn(75, 6, 8)
+    q = torch.randn(30, 6, 8)
     scaled = paged_keys(4 * k.float(), 16)
     for a, b in (
         (column_sums(q, *narrow, 75, 4 * 0.3), column_sums(q, *scaled, 75, 0.3)),

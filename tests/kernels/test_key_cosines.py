@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-import methods_reference as ref
-from kvcompress_kernels.key_cosines import key_cosines
-from kvcompress_kernels.key_cosines import reference as key_cosines_ref
+from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
+from kvcompress_kernels.key_cosines import key_cosines, reference
 from paging import Largest, paged_keys
 
 pytestmark = pytest.mark.gpu
@@ -19,12 +18,11 @@ def random(kv_heads, tokens, dim, *, seed=0, mean=0.5):
 
 
 def compare(k, block=16, **how):
-    dtype = how.setdefault("dtype", torch.float32)
-    got = key_cosines(*paged_keys(k, block, **how), k.shape[1])
+    asked = *paged_keys(k, block, **how), k.shape[1]
+    got = key_cosines(*asked)
     assert got.shape == k.shape[:2]
     assert got.dtype == torch.float32
-    want = -ref.keydiff(None, k.to(dtype).double().numpy(), None, 0)
-    np.testing.assert_allclose(got, want, **close)
+    torch.testing.assert_close(got, reference.run(*asked), **close)
     return got
 
 
@@ -62,19 +60,19 @@ def test_a_scale_of_the_keys_cancels():
     assert torch.equal(a, b)
 
 
-@pytest.mark.reference
+@pytest.mark.cpu
 @pytest.mark.parametrize("tile", [1, 4000])
 def test_tiles_change_nothing_but_rounding(tile, monkeypatch):
-    monkeypatch.setattr(key_cosines_ref, "TILE", tile)
+    monkeypatch.setattr(key_cosines_cpu, "TILE", tile)
     compare(random(2, 100, 8))
 
 
-@pytest.mark.reference
-def test_the_reference_holds_one_tile_beside_its_result(monkeypatch):
-    monkeypatch.setattr(key_cosines_ref, "TILE", 1 << 14)
+@pytest.mark.cpu
+def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
+    monkeypatch.setattr(key_cosines_cpu, "TILE", 1 << 14)
     k = paged_keys(torch.zeros(1, 20000, 4), 16)
     with Largest() as largest:
-        key_cosines_ref.run(*k, 20000)
+        key_cosines_cpu.run(*k, 20000)
     assert largest.size == 20000 * 4
 
 

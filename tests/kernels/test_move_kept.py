@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels.move_kept import move_kept
+from kvcompress_kernels.move_kept import move_kept, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -56,13 +56,18 @@ def same(a, b):
     return torch.equal(raw(a), raw(b))
 
 
-def gather(k, v, pages, kept):
+def gather(k, v, pages, kept, *, op=move_kept):
     """One layer's kept tokens in pages of their own."""
     count = kept.shape[1] // k.shape[3]
     into = k.new_empty(count, *k.shape[1:]), v.new_empty(count, *v.shape[1:])
     where, counts = torch.arange(count)[None], torch.tensor([count], dtype=torch.int32)
-    move_kept(k, v, pages[None], kept[None], counts, where, into=into)
+    op(k, v, pages[None], kept[None], counts, where, into=into)
     return into
+
+
+def defined(k, v, pages, kept, counts, destinations, *, into):
+    """What the definition says, asked as the op is."""
+    reference.run(k, v, pages, kept, counts, destinations, *into)
 
 
 def scatter(k, v, keys, values, destinations):
@@ -76,17 +81,9 @@ def compact(k, v, pages, kept, destinations):
     scatter(k, v, *gather(k, v, pages, kept), destinations)
 
 
-def slow_gather(key_pages, value_pages, pages, kept):
-    heads, block = key_pages.shape[1], key_pages.shape[3]
-    count = kept.shape[1] // block
-    keys = key_pages.new_zeros(count, heads, key_pages.shape[2], block)
-    values = value_pages.new_zeros(count, heads, block, value_pages.shape[3])
-    for h in range(heads):
-        for i, position in enumerate(kept[h].tolist()):
-            page, slot = pages[position // block], position % block
-            keys[i // block, h, :, i % block] = key_pages[page, h, :, slot]
-            values[i // block, h, i % block] = value_pages[page, h, slot]
-    return keys, values
+def slow_gather(k, v, pages, kept):
+    """What `gather` must give."""
+    return gather(k, v, pages, kept, op=defined)
 
 
 def choose(full, heads, block, count):

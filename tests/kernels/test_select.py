@@ -1,11 +1,9 @@
 """Selection on the device against plain sorts, row by row."""
 
-import math
-
 import pytest
 import torch
 
-from kvcompress_kernels.select import select, select_chunks
+from kvcompress_kernels.select import reference, select, select_chunks
 
 pytestmark = pytest.mark.gpu
 
@@ -29,21 +27,8 @@ def padded(kept, most):
     return [*kept, *[-1] * (most - len(kept))]
 
 
-def ranked(row):
-    """docs/methods.md 1.6: the best, then the first; NaN last, level with -inf."""
-    return sorted(range(len(row)), key=lambda j: (math.inf if math.isnan(row[j]) else -row[j], j))
-
-
 def top(row, keep):
-    return sorted(ranked(row)[: max(keep, 0)])
-
-
-def best_chunks(rows, keep, size):
-    """docs/methods.md 5 of the rows' sum: the chunks of the best mean, the last of them cut."""
-    token = [sum(column) for column in zip(*rows, strict=True)]
-    parts = [range(a, min(a + size, len(token))) for a in range(0, len(token), size)]
-    mean = [sum(token[j] for j in part) / len(part) for part in parts]
-    return sorted([j for i in ranked(mean) for j in parts[i]][: max(keep, 0)])
+    return sorted(reference.ranked(row)[: max(keep, 0)])
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
@@ -52,17 +37,19 @@ def test_rows_equal_a_sort(kind, width):
     scores = rows(kind, 5, width)
     columns = ints(width, width, width // 2, 0, width)
     keep = ints(width // 3, width + 5, width // 4, 3, -1)
+    none = torch.zeros_like(keep)
     got = select(scores, columns, keep, width)
     assert got.dtype == torch.int32
-    for row, n, k, kept in zip(scores, columns.tolist(), keep.tolist(), got.tolist(), strict=True):
-        assert kept == padded(top(row[:n].tolist(), k), width)
+    assert torch.equal(got, reference.run(scores, columns, keep, width, none, none))
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
 def test_protected_columns_count(kind):
     """The protected ones are kept first; the others are the best between them."""
     scores = rows(kind, 3, 60)
-    got = select(scores, ints(60, 60, 60), ints(20, 5, 2), 30, first=4, last=ints(6, 6, 6))
+    columns, keep, first, last = ints(60, 60, 60), ints(20, 5, 2), ints(4, 4, 4), ints(6, 6, 6)
+    got = select(scores, columns, keep, 30, first=4, last=last)
+    assert torch.equal(got, reference.run(scores, columns, keep, 30, first, last))
     middle = [4 + j for j in top(scores[0, 4:54].tolist(), 10)]
     assert got[0].tolist() == padded([*range(4), *middle, *range(54, 60)], 30)
     assert got[1].tolist() == padded([0, 1, 2, 3, 59], 30)
@@ -77,9 +64,7 @@ def test_chunks_equal_a_sort(kind, size, heads):
     groups = 4 // heads
     columns, keep = ints(61, 47, 61, 0)[:groups], ints(22, 13, 61, 5)[:groups]
     got = select_chunks(scores, columns, keep, 61, size=size, heads=heads)
-    for g, (n, k) in enumerate(zip(columns.tolist(), keep.tolist(), strict=True)):
-        part = scores[g * heads : (g + 1) * heads, :n].tolist()
-        assert got[g].tolist() == padded(best_chunks(part, k, size), 61)
+    assert torch.equal(got, reference.chunks(scores, columns, keep, 61, size, heads))
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
@@ -89,7 +74,8 @@ def test_many_chunks_equal_a_sort(kind, size):
     scores = rows(kind, 1, 2500)
     for keep in (300, 1801):
         got = select_chunks(scores, ints(2500), ints(keep), keep, size=size)
-        assert got[0].tolist() == best_chunks(scores.tolist(), keep, size)
+        want = reference.chunks(scores, ints(2500), ints(keep), keep, size, 1)
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("count", "width", "most"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])

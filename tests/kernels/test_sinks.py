@@ -1,6 +1,7 @@
 """A sink is one more logit in every row's softmax, of no key: the others' shares follow from it."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from paging import paged_keys
 
 pytestmark = pytest.mark.gpu
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 # next to nothing, about a key, nearly all of a row; and logits at which exp would overflow
 SINKS = [-40.0, 0.7, 9.0, 2.5, 0.0, -3.0]
@@ -34,7 +36,7 @@ def as_float(x):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("tokens", "w"), [(70, 8), (37, 36), (1100, 33)])
+@pytest.mark.parametrize(("tokens", "w"), [(70, 8), (37, 36), (1100, 5)])
 def test_a_window_with_sinks(tokens, w, scale):
     """Every result, the pooled maximum for one, which rows it gives back what falls off."""
     heads, kv_heads, dim = 6, 2, 16
@@ -103,7 +105,7 @@ def test_rows_of_other_lengths_have_sinks_of_their_own():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("tokens", "count"), [(70, 70), (131, 7), (1, 1), (300, 129)])
+@pytest.mark.parametrize(("tokens", "count"), [(70, 70), (131, 7), (1, 1), (200, 129)])
 def test_column_sums_with_sinks(tokens, count, scale, monkeypatch):
     """Of keys that are read at once, and span by span."""
     heads, kv_heads, dim = 6, 2, 16
@@ -111,8 +113,9 @@ def test_column_sums_with_sinks(tokens, count, scale, monkeypatch):
     view, pages = paged_keys(as_float(k), 16)
     want = ref.attention(q, k, range(tokens - count, tokens)).sum(1)
     rows = as_float(q[:, tokens - count :]).transpose(0, 1)
-    for keys in (24 << 20, 64 * 8 * kv_heads * dim):
-        monkeypatch.setattr("kvcompress_kernels.column_sums.reference.KEYS", keys)
+    # Triton's kernels have no such tiles.
+    for keys in (24 << 20,) if INTERPRETED else (24 << 20, 64 * 8 * kv_heads * dim):
+        monkeypatch.setattr("kvcompress_kernels.column_sums.cpu.KEYS", keys)
         got = column_sums(rows, view, pages, tokens, dim**-0.5, sinks)
         torch.testing.assert_close(
             got.double(),

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcompress_kernels.value_norms import reference as value_norms_ref
-from kvcompress_kernels.value_norms import value_norms
+from kvcompress_kernels.value_norms import cpu as value_norms_cpu
+from kvcompress_kernels.value_norms import reference, value_norms
 from paging import Largest, paged_values
 
 pytestmark = pytest.mark.gpu
@@ -17,13 +17,12 @@ def random(kv_heads, tokens, dim, *, seed=0):
 
 
 def compare(v, block=16, **how):
-    dtype = how.setdefault("dtype", torch.float32)
-    got = value_norms(*paged_values(v, block, **how), v.shape[1])
+    asked = *paged_values(v, block, **how), v.shape[1]
+    got = value_norms(*asked)
     assert got.shape == v.shape[:2]
     assert got.dtype == torch.float32
     assert got.is_contiguous()
-    want = np.abs(v.to(dtype).double().numpy()).sum(-1)
-    np.testing.assert_allclose(got, want, **close)
+    torch.testing.assert_close(got, reference.run(*asked), **close)
     return got
 
 
@@ -43,21 +42,21 @@ def test_large_values_of_narrow_dtypes_do_not_overflow():
     assert (compare(v, dtype=torch.float16) == 128 * 60000.0).all()
 
 
-@pytest.mark.reference
+@pytest.mark.cpu
 @pytest.mark.parametrize("tile", [1, 4000])
 def test_tiles_change_nothing(tile, monkeypatch):
     v = random(2, 100, 8)
     whole = compare(v)
-    monkeypatch.setattr(value_norms_ref, "TILE", tile)
+    monkeypatch.setattr(value_norms_cpu, "TILE", tile)
     assert torch.equal(compare(v), whole)
 
 
-@pytest.mark.reference
-def test_the_reference_holds_one_tile_beside_its_result(monkeypatch):
-    monkeypatch.setattr(value_norms_ref, "TILE", 1 << 14)
+@pytest.mark.cpu
+def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
+    monkeypatch.setattr(value_norms_cpu, "TILE", 1 << 14)
     v = paged_values(torch.zeros(1, 20000, 4), 16)
     with Largest() as largest:
-        value_norms_ref.run(*v, 20000)
+        value_norms_cpu.run(*v, 20000)
     assert largest.size == 20000 * 4
 
 

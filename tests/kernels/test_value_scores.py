@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels.value_scores import reference as value_scores_ref
-from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
+from kvcompress_kernels.value_scores import cpu as value_scores_cpu
+from kvcompress_kernels.value_scores import reference, value_scores, value_scores_of_rows
 from paging import Largest, paged_values
 
 pytestmark = pytest.mark.gpu
@@ -15,21 +15,6 @@ pytestmark = pytest.mark.gpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
 close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
-
-
-def slow(h, v, fast, reduce):
-    """docs/methods.md 4.6 in float64 by loops: h ``[Hq, S]``, v ``[Hkv, S, d]``."""
-    kv_heads, tokens, _ = v.shape
-    group = len(h) // kv_heads
-    out = np.zeros((kv_heads, tokens))
-    for g in range(kv_heads):
-        for j in range(tokens):
-            parts = []
-            for row in h[g * group : (g + 1) * group]:
-                o = v[g].mean(0) if fast else row @ v[g]
-                parts.append(row[j] / max(1 - row[j], 1e-6) * np.linalg.norm(o - v[g, j]))
-            out[g, j] = np.mean(parts) if reduce == "mean" else np.linalg.norm(parts)
-    return out
 
 
 def brute(h, v):
@@ -53,12 +38,10 @@ def score(h, v, block=16, *, fast=False, reduce="mean", **how):
 
 
 def compare(h, v, block=16, *, fast=False, reduce="mean", **how):
-    v = v.to(how.get("dtype", torch.float32))
-    got = score(h, v, block, fast=fast, reduce=reduce, **how)
+    asked = h, *paged_values(v, block, **how), v.shape[1]
+    got = value_scores(*asked, fast=fast, reduce=reduce)
     assert got.shape == v.shape[:2]
-    assert got.dtype == torch.float32
-    want = slow(h.double().numpy(), v.double().numpy(), fast, reduce)
-    np.testing.assert_allclose(got, want, **close)
+    torch.testing.assert_close(got, reference.run(*asked, fast, reduce), **close)
     return got
 
 
@@ -67,8 +50,7 @@ def compare(h, v, block=16, *, fast=False, reduce="mean", **how):
     [(2, 2, 12, 4), (4, 1, 37, 8), (6, 2, 101, 16), (9, 3, 257, 64), (3, 1, 2, 4)],
 )
 @pytest.mark.parametrize("block", [1, 7, 32, "S"])
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("reduce", ["mean", "l2"])
+@pytest.mark.parametrize(("fast", "reduce"), [(False, "mean"), (True, "l2")])
 def test_shapes_of_the_spec(heads, kv_heads, tokens, dim, block, fast, reduce):
     h, v = random(heads, kv_heads, tokens, dim, seed=tokens)
     compare(h, v, tokens if block == "S" else block, fast=fast, reduce=reduce)
@@ -78,7 +60,9 @@ def test_shapes_of_the_spec(heads, kv_heads, tokens, dim, block, fast, reduce):
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
 def test_dtypes_and_strides(fast, interleave, dtype):
-    compare(*random(6, 2, 75, 8), fast=fast, dtype=dtype, interleave=interleave)
+    """By the pairs of a mean and a reduction that the shapes leave out."""
+    reduce = "mean" if fast else "l2"
+    compare(*random(6, 2, 75, 8), fast=fast, reduce=reduce, dtype=dtype, interleave=interleave)
 
 
 @prop
@@ -194,25 +178,30 @@ def test_denominator_is_clamped():
 def test_values_far_from_zero():
     """Values 1000 +- 0.1: an expanded square would lose everything but its rounding."""
     h, v = random(1, 1, 40, 16)
-    compared = v * 0.1 + 1000
-    want = slow(h.double().numpy(), compared.float().double().numpy(), False, "mean")
-    np.testing.assert_allclose(score(h, compared), want, rtol=0.02)
+    asked = h, *paged_values(v * 0.1 + 1000, 16), 40
+    got = value_scores(*asked, fast=False, reduce="mean")
+    torch.testing.assert_close(got, reference.run(*asked, False, "mean"), rtol=0.02, atol=0)
 
 
-@pytest.mark.reference
+@pytest.mark.cpu
 @pytest.mark.parametrize("size", [1, 7 * 6 * 32, 10**9])
 @pytest.mark.parametrize("fast", [False, True])
 def test_tiles_do_not_matter(fast, size, monkeypatch):
     h, v = random(6, 2, 75, 8)
-    monkeypatch.setattr(value_scores_ref, "DIFFERENCES", size)
+    monkeypatch.setattr(value_scores_cpu, "DIFFERENCES", size)
     compare(h, v, fast=fast)
 
 
 @pytest.mark.parametrize(
-    "lengths", [[9, 37, 1, 64], [1030, 3, 1024, 1025]], ids=["short", "of two splits"]
+    ("lengths", "fast", "reduce"),
+    [
+        ([9, 37, 1, 64], False, "l2"),
+        ([9, 37, 1, 64], True, "mean"),
+        ([1025, 3, 1024], False, "mean"),
+        ([1025, 3, 1024], True, "l2"),
+    ],
+    ids=["short", "short-fast", "of two splits", "of two splits-fast"],
 )
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("reduce", ["mean", "l2"])
 def test_rows_of_other_lengths_get_what_they_get_alone(lengths, fast, reduce):
     """Bit for bit; 0 where a row has no token, and nothing behind its length is read."""
     most, block = max(lengths) + 5, 16
@@ -260,14 +249,14 @@ def test_strided_weights():
     assert torch.equal(score(strided, v), score(strided.contiguous(), v))
 
 
-@pytest.mark.reference
+@pytest.mark.cpu
 def test_temporaries_stay_small():
     """o - v_j for all tokens at once would take 35 MB."""
     value_pages, pages = torch.randn(1, 3, 15000, 64), torch.tensor([0])
     h = torch.full((9, 15000), 1 / 15000)
     with Largest() as seen:
         value_scores(h, value_pages, pages, 15000, fast=False, reduce="mean")
-    assert seen.size <= value_scores_ref.DIFFERENCES
+    assert seen.size <= value_scores_cpu.DIFFERENCES
 
 
 @pytest.mark.usefixtures("triton_runs")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcompress_kernels.window_scores import reference as window_scores_ref
 from kvcompress_kernels.window_scores import (
+    reference,
     window_scores,
     window_scores_of_layers,
     window_scores_of_rows,
@@ -33,22 +33,29 @@ def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=
     return list(queries), cache, torch.stack(pages)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("interleave", [False, True], ids=["heads-first", "tokens-first"])
-@pytest.mark.parametrize("tokens", [37, 64, 1100])
-def test_layers_get_what_they_get_alone(tokens, dtype, interleave):
+@pytest.mark.parametrize(
+    ("tokens", "layers", "dtype", "interleave"),
+    [
+        (37, 3, torch.float32, True),
+        (37, 3, torch.bfloat16, False),
+        (64, 3, torch.float32, False),
+        (1100, 2, torch.bfloat16, True),
+    ],
+    ids=["fp32-tokens-first", "bf16-heads-first", "whole blocks", "of two spans"],
+)
+def test_layers_get_what_they_get_alone(tokens, layers, dtype, interleave):
     """Bit for bit, and what the reference says; with all that can be asked for and without."""
-    queries, cache, pages = prompt(3, tokens, 6, 2, 16, 16, 8, dtype, interleave=interleave)
+    queries, cache, pages = prompt(layers, tokens, 6, 2, 16, 16, 8, dtype, interleave=interleave)
     asks = [
         {"variance": True, "maximum": True, "pooled": tokens < 1100},
         {"variance": False, "maximum": False, "pooled": False},
     ]
     for asked in asks:
         together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, **asked)
-        assert len(together) == 3
+        assert len(together) == layers
         for query, own, got in zip(queries, pages, together, strict=True):
             alone = window_scores(query, cache, own, tokens, 0.3, **asked)
-            want = window_scores_ref.run(query, cache, own, tokens, 0.3, **asked)
+            want = reference.run(query, cache, own, tokens, 0.3, **asked)
             for name in got._fields:
                 values = [getattr(found, name) for found in (got, alone, want)]
                 if not asked.get(name, True):
@@ -58,11 +65,15 @@ def test_layers_get_what_they_get_alone(tokens, dtype, interleave):
                 torch.testing.assert_close(values[0], values[2], **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("lengths", "pooled"),
-    [([9, 37, 16, 40], False), ([1030, 9, 1024, 1025], False), ([70, 9, 33, 64], True)],
-    ids=["short", "of two spans", "pooled"],
+    ("lengths", "pooled", "dtype"),
+    [
+        ([9, 37, 16, 40], False, torch.float32),
+        ([9, 37, 16, 40], False, torch.bfloat16),
+        ([1030, 9, 1024], False, torch.bfloat16),
+        ([70, 9, 33, 64], True, torch.bfloat16),
+    ],
+    ids=["short", "short-bf16", "of two spans", "pooled"],
 )
 def test_rows_of_other_lengths_get_what_they_get_alone(lengths, pooled, dtype):
     """Bit for bit; 0 where a row has no token, and no page behind its length is read."""
@@ -126,7 +137,7 @@ def test_shapes_of_models(heads, kv_heads, dim, block, w, dtype):
     asked = {"variance": w > 1, "maximum": True, "pooled": dim in (80, 96)}
     together = window_scores_of_layers(queries, cache, pages, tokens, scale, **asked)
     for query, own, got in zip(queries, pages, together, strict=True):
-        want = window_scores_ref.run(query, cache, own, tokens, scale, **asked)
+        want = reference.run(query, cache, own, tokens, scale, **asked)
         for name in got._fields:
             if getattr(want, name) is not None:
                 torch.testing.assert_close(getattr(got, name), getattr(want, name), **close)

@@ -50,6 +50,6 @@ def column_sums(
     if contract.triton_takes(query):
         from kvcompress_kernels.column_sums.triton import run
     else:
-        from kvcompress_kernels.column_sums.reference import run
+        from kvcompress_kernels.column_sums.cpu import run
 
     return run(query, key_pages, pages, tokens, scale, sinks)

@@ -32,6 +32,6 @@ def key_cosines(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> to
     if contract.triton_takes(key_pages):
         from kvcompress_kernels.key_cosines.triton import run
     else:
-        from kvcompress_kernels.key_cosines.reference import run
+        from kvcompress_kernels.key_cosines.cpu import run
 
     return run(key_pages, pages, tokens)

@@ -1,32 +1,16 @@
-"""Reference of `key_cosines`: float32, tiled over pages, the keys read twice."""
-
-from collections.abc import Iterator
+"""Definition of `key_cosines`, in float64."""
 
 import torch
-from torch.linalg import vector_norm
 
-TILE = 8 << 20
-"""Bytes of the float32 keys of one tile of pages."""
+from kvcompress_kernels.prompt import cached_keys
 
 
 def run(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    _, kv_heads, dim, _ = key_pages.shape
-    anchor = key_pages.new_zeros(kv_heads, dim, dtype=torch.float32)
-    for unit in _unit_keys(key_pages, pages, tokens):
-        anchor += unit.sum(1)
-    anchor /= tokens
-    anchor /= vector_norm(anchor, dim=-1, keepdim=True).clamp_min(1e-12)
-    tiles = [(unit * anchor[:, None]).sum(-1) for unit in _unit_keys(key_pages, pages, tokens)]
-    return torch.cat(tiles, dim=1)
+    unit = _unit(cached_keys(key_pages, pages, tokens))
+    anchor = _unit(unit.mean(1, keepdim=True))
+    return (unit * anchor).sum(-1).float()
 
 
-def _unit_keys(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
-    """Keys over their norms ``[Hkv, n, D]``, tile by tile."""
-    _, kv_heads, dim, block = key_pages.shape
-    step = max(TILE // (4 * kv_heads * block * dim), 1)
-    for first in range(0, len(pages), step):
-        k = key_pages[pages[first : first + step]].permute(1, 0, 3, 2)  # [Hkv, n, block, D]
-        # dims side by side: sums over strided ones differ in order between slots
-        k = k.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
-        k = k[:, : tokens - first * block]
-        yield k / vector_norm(k, dim=-1, keepdim=True).clamp_min(1e-12)
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.clamp_min(1e-12)

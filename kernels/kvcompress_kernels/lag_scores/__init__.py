@@ -59,7 +59,7 @@ def lag_scores(
     if contract.triton_takes(key_pages):
         from kvcompress_kernels.lag_scores.triton import run
     else:
-        from kvcompress_kernels.lag_scores.reference import run
+        from kvcompress_kernels.lag_scores.cpu import run
 
     parts = max((tokens - sinks) // lag - 1, 0)
     if parts == 0:

@@ -1,10 +1,9 @@
-"""Reference of `lag_scores`: float32, tiled over partitions."""
+"""Definition of `lag_scores`, in float64, one partition after the other."""
 
 import torch
-from torch.linalg import vector_norm
 
-TILE = 8 << 20
-"""Bytes of the float32 keys, or values, of the partitions that are read at a time."""
+from kvcompress_kernels.prompt import cached_keys, cached_values
+
 LEAST, MOST = 1e-18, 1e18
 """Of a channel's range that is divided by, and of what comes out: its squares are finite."""
 
@@ -17,31 +16,21 @@ def run(
     sinks: int,
     lag: int,
 ) -> torch.Tensor:
-    scores = _shares(key_pages.mT, pages, parts, sinks, lag)
-    scores += _shares(value_pages, pages, parts, sinks, lag)
-    return scores.div_(2)
+    tokens = sinks + (parts + 1) * lag
+    keys = cached_keys(key_pages, pages, tokens)
+    values = cached_values(value_pages, pages, tokens)
+    scores = []
+    for start in range(sinks, sinks + parts * lag, lag):
+        own, following = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+        shares = [_share(x[:, own], x[:, following]) for x in (keys, values)]
+        scores.append((shares[0] + shares[1]) / 2)
+    return torch.stack(scores, 1).float()
 
 
-def _shares(
-    cache: torch.Tensor, pages: torch.Tensor, parts: int, sinks: int, lag: int
-) -> torch.Tensor:
-    """``[Hkv, parts, lag]`` float32 of sum 1, for ``[N, Hkv, block, D]``."""
-    _, kv_heads, block, dim = cache.shape
-    spread = cache.new_empty(kv_heads, parts, lag, dtype=torch.float32)
-    step = max(TILE // (4 * kv_heads * lag * dim), 2) - 1
-    head = torch.arange(kv_heads, device=cache.device)[:, None]
-    for first in range(0, parts, step):
-        last = min(first + step, parts)
-        # one partition more: the last one's reference
-        token = torch.arange(sinks + first * lag, sinks + (last + 1) * lag, device=cache.device)
-        x = cache[pages[token // block], head, token % block]  # [Hkv, n, D]
-        # dims side by side: sums over strided ones differ in order between tokens
-        x = x.to(torch.float32, memory_format=torch.contiguous_format)
-        x = x.view(kv_heads, -1, lag, dim)
-        low, high = x[:, 1:].amin(2, keepdim=True), x[:, 1:].amax(2, keepdim=True)
-        y = (x[:, :-1] - low) / (high - low)
-        y = y.masked_fill_(high - low < LEAST, 0.0).clamp_(-MOST, MOST)
-        y -= y.mean(-1, keepdim=True)
-        spread[:, first:last] = vector_norm(y, dim=-1)
-    spread /= max(dim - 1, 1) ** 0.5
-    return spread.softmax(-1)
+def _share(own: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Shares ``[Hkv, lag]`` of sum 1 of a partition's tokens, by the partition that follows."""
+    low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)
+    y = ((own - low) / (high - low)).where(high - low >= LEAST, 0.0).clamp(-MOST, MOST)
+    squares = ((y - y.mean(-1, keepdim=True)) ** 2).sum(-1)
+    deviation = (squares / max(y.shape[-1] - 1, 1)).sqrt()
+    return deviation.softmax(-1)

@@ -80,9 +80,7 @@ def run(
     threshold: torch.Tensor,
     beta: float,
 ) -> Merged:
-    for x in (key_pages, value_pages):
-        if x.dtype == torch.float64:
-            raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
+    _refuse_float64(key_pages, value_pages)
     layers, heads, max_kept = kept.shape
     evicted = max(tokens - least, 1)
     lengths, threshold = lengths.contiguous(), threshold.contiguous()
@@ -93,14 +91,11 @@ def run(
     rooms = triton.cdiv(max_kept, COPIED) * COPIED
     pages, kept = pages.contiguous(), kept.to(torch.int32).contiguous()
     tiles, width = triton.cdiv(evicted, shape.evicted), pages.shape[1]
-    # counters take no more room than the evicted tokens do, but for one segment
-    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // max_kept))
-    segment = triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
+    segments, segment = _segments(evicted, max_kept)
 
     def new(dtype: torch.dtype, *size: int) -> torch.Tensor:
         return torch.empty(layers, heads, *size, dtype=dtype, device=device)
 
-    packed, scales = new(key_pages.dtype, rooms, pad), new(torch.float32, rooms)
     cosines, sums = new(torch.float32, evicted), new(torch.float64, tiles)
     near, places, ranks = (new(torch.int32, evicted) for _ in range(3))
     members, weights = new(torch.int32, evicted), new(torch.float32, evicted)
@@ -109,10 +104,7 @@ def run(
     after = new(torch.float32)
     many = (heads, layers)
 
-    pack_kernel[(rooms // COPIED, *many)](
-        key_pages, pages, kept, counts, packed, scales, width, max_kept, rooms, block,
-        *key_pages.stride(), dim, pad, COPIED, num_warps=_copying(pad),
-    )  # fmt: skip
+    packed, scales = _packed(key_pages, pages, kept, counts, rooms)
     nearest_kernel[(tiles, *many)](
         key_pages, pages, kept, counts, lengths, packed, scales, cosines, near, places, sums,
         width, max_kept, rooms, evicted, block, max_kept.bit_length(), *key_pages.stride(),
@@ -134,6 +126,38 @@ def run(
         dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
     )  # fmt: skip
     return Merged(keys, values, after)
+
+
+def _packed(
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    rooms: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kept keys side by side, ``[N, Hkv, rooms, padded D]``, and the inverses of their norms."""
+    (layers, heads, max_kept), (_, _, dim, block) = kept.shape, key_pages.shape
+    packed = key_pages.new_empty(layers, heads, rooms, _pad(dim))
+    scales = key_pages.new_empty(layers, heads, rooms, dtype=torch.float32)
+    pack_kernel[(rooms // COPIED, heads, layers)](
+        key_pages, pages, kept, counts, packed, scales, pages.shape[1], max_kept, rooms, block,
+        *key_pages.stride(), dim, _pad(dim), COPIED, num_warps=_copying(_pad(dim)),
+    )  # fmt: skip
+    return packed, scales
+
+
+def _refuse_float64(*caches: torch.Tensor) -> None:
+    if torch.float64 in {x.dtype for x in caches}:
+        raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
+
+
+def _segments(evicted: int, max_kept: int) -> tuple[int, int]:
+    """Programs of `count_kernel` per head, and the evicted tokens of each.
+
+    Their counters take no more room than the evicted tokens do, but for one segment.
+    """
+    segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // max_kept))
+    return segments, triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
 
 
 def builds(sm: int) -> list[Build]:

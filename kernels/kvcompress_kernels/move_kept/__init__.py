@@ -55,6 +55,6 @@ def move_kept(
     if contract.triton_takes(key_pages):
         from kvcompress_kernels.move_kept.triton import run
     else:
-        from kvcompress_kernels.move_kept.reference import run
+        from kvcompress_kernels.move_kept.cpu import run
 
     run(key_pages, value_pages, pages, kept, counts, destinations, to_keys, to_values)

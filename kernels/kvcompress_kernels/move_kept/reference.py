@@ -1,4 +1,4 @@
-"""Reference of `move_kept`: plain indexing, layer by layer."""
+"""Definition of `move_kept`: one token of one head after the other."""
 
 import torch
 
@@ -13,15 +13,12 @@ def run(
     to_keys: torch.Tensor,
     to_values: torch.Tensor,
 ) -> None:
-    heads, block = key_pages.shape[1], key_pages.shape[3]
+    _, heads, _, block = key_pages.shape
     for row, count in enumerate(counts.tolist()):
-        to = destinations[row, :count].long()
-        if kept is None:
-            own = pages[row, :count].long()
-            to_keys[to], to_values[to] = key_pages[own], value_pages[own]
-            continue
-        position = kept[row, :, : count * block].long().view(heads, count, block)
-        page, slot = pages[row][position // block].long(), position % block
-        head = torch.arange(heads, device=kept.device)[:, None, None].expand_as(page)
-        to_keys[to] = key_pages[page, head, :, slot].permute(1, 0, 3, 2)  # [Hkv, p, bs, D] is read
-        to_values[to] = value_pages[page, head, slot].transpose(0, 1)
+        for head in range(heads):
+            for n in range(count * block):
+                position = n if kept is None else int(kept[row, head, n])
+                page, slot = int(pages[row, position // block]), position % block
+                to, to_slot = int(destinations[row, n // block]), n % block
+                to_keys[to, head, :, to_slot] = key_pages[page, head, :, slot]
+                to_values[to, head, to_slot] = value_pages[page, head, slot]

@@ -1,4 +1,11 @@
-"""Public ops of every step: where each layer finds each request's tokens."""
+"""Where each layer finds each request's tokens, in every step.
+
+With ``s = slots[r]``, layer l of row ``r < live`` reads its packed pages, then the ordinary blocks
+from `first_block` on: ``table[l, r, c] = packed[s, l, c]`` for ``c < num_packed[s, l]``, else the
+flat page
+``layer_offset[l] + block_stride * block_table[r, c - num_packed[s, l] + first_block[s]]``.
+A request that was not compressed has ``num_packed == first_block == 0``.
+"""
 
 import torch
 
@@ -26,12 +33,6 @@ def page_tables(
     GPU this is one launch, no allocation, no copy and no sync: its grid depends on the shape of
     the buffers, all else is read on the device.
 
-    With ``s = slots[r]``, layer l of row ``r < live`` reads its packed pages, then the ordinary
-    blocks from `first_block` on: ``table[l, r, c] = packed[s, l, c]`` for
-    ``c < num_packed[s, l]``, else the flat page ``layer_offset[l] + block_stride *
-    block_table[r, c - num_packed[s, l] + first_block[s]]``. A request that was not compressed has
-    ``num_packed == first_block == 0``.
-
     Args:
         block_table: ``[>= live, W']`` int32: vLLM's block ids.
         seq_lens: ``[>= live]`` int32: vLLM's sequence lengths, in tokens.
@@ -53,9 +54,34 @@ def page_tables(
     Raises:
         ValueError: shapes or dtypes disagree, or a last axis is strided.
     """
+    buffers = out_tables, out_lengths
+    pool = packed, num_packed, first_block
+    _check(block_table, *pool, layer_offset, live, *buffers, others=(seq_lens, slots))
+    if contract.triton_takes(out_tables):
+        from kvcompress_kernels.page_tables.triton import run
+    else:
+        from kvcompress_kernels.page_tables.cpu import run
+
+    where = block_table, seq_lens, *pool, layer_offset, block_stride, block_size
+    run(*where, slots, live, *buffers)
+
+
+def _check(
+    block_table: torch.Tensor,
+    packed: torch.Tensor,
+    num_packed: torch.Tensor,
+    first_block: torch.Tensor,
+    layer_offset: torch.Tensor,
+    live: torch.Tensor,
+    out_tables: torch.Tensor,
+    out_lengths: torch.Tensor,
+    *,
+    others: tuple[torch.Tensor, ...],
+) -> None:
+    """Check the shapes of all tensors; of the `others` check only dtype and strides."""
     name, (layers, rows) = "page_tables", out_tables.shape[:2]
-    tensors = (block_table, seq_lens, packed, num_packed, first_block, layer_offset, slots, live)
-    for tensor in (*tensors, out_tables, out_lengths):
+    pool = packed, num_packed, first_block
+    for tensor in (block_table, *pool, layer_offset, live, *others, out_tables, out_lengths):
         ok = tensor.dtype == torch.int32 and (tensor.dim() == 0 or tensor.stride(-1) == 1)
         got = tensor.dtype, tensor.stride()
         require(ok, name, "all tensors must be int32 with a dense last axis", got)
@@ -73,23 +99,4 @@ def page_tables(
         name,
         f"out_lengths must be [{layers}, {rows}]",
         tuple(out_lengths.shape),
-    )
-    if contract.triton_takes(out_tables):
-        from kvcompress_kernels.page_tables.triton import run
-    else:
-        from kvcompress_kernels.page_tables.reference import run
-
-    run(
-        block_table,
-        seq_lens,
-        packed,
-        num_packed,
-        first_block,
-        layer_offset,
-        block_stride,
-        block_size,
-        slots,
-        live,
-        out_tables,
-        out_lengths,
     )

@@ -1,34 +1,6 @@
-"""Reference of `page_tables`: one gather and one select over [L, R, W]."""
+"""Definition of `page_tables`: one entry after the other."""
 
 import torch
-
-
-def tables_of_rows(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    packed: torch.Tensor,
-    num_packed: torch.Tensor,
-    first_block: torch.Tensor,
-    layer_offset: torch.Tensor,
-    block_stride: int,
-    block_size: int,
-    width: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables ``[L, R, width]`` and lengths ``[L, R]``; the pool's tensors by row, not by slot."""
-    rows, blocks = block_table.shape
-    layers = layer_offset.shape[0]
-    count = num_packed.T.unsqueeze(2)  # [L, R, 1]
-    column = torch.arange(width, dtype=torch.int32, device=block_table.device)
-    source = (column - count + first_block[None, :, None]).clamp_(0, blocks - 1)
-    ordinary = block_table.expand(layers, rows, blocks).gather(2, source.long())
-    table = ordinary * block_stride + layer_offset[:, None, None]
-    capacity = min(width, packed.shape[2])
-    head = table[:, :, :capacity]
-    is_packed = column[:capacity] < count
-    torch.where(is_packed, packed.transpose(0, 1)[:, :, :capacity], head, out=head)
-    lengths = seq_lens + (num_packed.T - first_block) * block_size
-    # Attention kernels read a layer's lengths through a bare pointer: rows must be dense.
-    return table.contiguous(), lengths.to(torch.int32).contiguous()
 
 
 def run(
@@ -45,23 +17,21 @@ def run(
     out_tables: torch.Tensor,
     out_lengths: torch.Tensor,
 ) -> None:
-    rows = int(live)
-    slot = slots[:rows].long()
-    longest = int(seq_lens[:rows].max()) if rows else 0
-    blocks = min(max(-(-longest // block_size), 1), block_table.shape[1])
-    width = min(blocks, out_tables.shape[2])
-    tables, lengths = tables_of_rows(
-        block_table[:rows, :blocks],
-        seq_lens[:rows],
-        packed[slot, :, :width],
-        num_packed[slot],
-        first_block[slot],
-        layer_offset,
-        block_stride,
-        block_size,
-        width,
-    )
-    out_tables[:, :rows, :width] = tables
-    out_tables[:, rows:, :1] = layer_offset[:, None, None]
-    longest = out_tables.shape[2] * block_size
-    out_lengths[:, :rows], out_lengths[:, rows:] = lengths.clamp(max=longest), 0
+    layers, rows, width = out_tables.shape
+    for layer in range(layers):
+        offset = int(layer_offset[layer])
+        for row in range(int(live), rows):
+            out_lengths[layer, row], out_tables[layer, row, 0] = 0, offset
+        for row in range(int(live)):
+            slot = int(slots[row])
+            count, first = int(num_packed[slot, layer]), int(first_block[slot])
+            length = int(seq_lens[row]) + (count - first) * block_size
+            length = min(length, width * block_size)
+            out_lengths[layer, row] = length
+            for column in range(-(-length // block_size)):
+                if column < count:
+                    page = int(packed[slot, layer, column])
+                else:
+                    block = int(block_table[row, column - count + first])
+                    page = offset + block_stride * block
+                out_tables[layer, row, column] = page

@@ -52,7 +52,7 @@ def select(
     if contract.triton_takes(scores):
         from kvcompress_kernels.select.triton import run
     else:
-        from kvcompress_kernels.select.reference import run
+        from kvcompress_kernels.select.cpu import run
 
     columns, keep, ahead, behind = per_row
     return run(scores, columns, keep, most, ahead, behind)
@@ -97,7 +97,7 @@ def select_chunks(
     if contract.triton_takes(scores):
         from kvcompress_kernels.select.triton import chunks
     else:
-        from kvcompress_kernels.select.reference import chunks
+        from kvcompress_kernels.select.cpu import chunks
 
     return chunks(scores, columns, keep, most, size, heads)
 

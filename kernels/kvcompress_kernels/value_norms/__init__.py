@@ -31,6 +31,6 @@ def value_norms(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> 
     if contract.triton_takes(value_pages):
         from kvcompress_kernels.value_norms.triton import run
     else:
-        from kvcompress_kernels.value_norms.reference import run
+        from kvcompress_kernels.value_norms.cpu import run
 
     return run(value_pages, pages, tokens)

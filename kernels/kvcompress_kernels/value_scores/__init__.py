@@ -99,6 +99,6 @@ def value_scores_of_rows(
     if contract.triton_takes(weights):
         from kvcompress_kernels.value_scores.triton import run_rows
     else:
-        from kvcompress_kernels.value_scores.reference import run_rows
+        from kvcompress_kernels.value_scores.cpu import run_rows
 
     return run_rows(weights, value_pages, pages, tokens, lengths, fast, reduce)

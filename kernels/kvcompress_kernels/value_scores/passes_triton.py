@@ -3,7 +3,7 @@
 V is read twice. Float8 becomes bfloat16 or float32 as it is read, exactly.
 
 1. `heaviest_kernel`, per split of the tokens and query head: the heaviest token and the weight of
-   the others. Taking the prompt's heaviest out of a finished sum would cancel (`reference.py`).
+   the others. Taking the prompt's heaviest out of a finished sum would cancel (`cpu.py`).
 2. `sum_kernel`, per split and KV head: ``sum_j h_j v_j`` of the G query heads, without the
    heaviest of the split. The product runs on the tensor cores at full float32 precision: h is
    three parts of 8 bits, exact with 16-bit values, and the parts of all heads are rows of one

@@ -1,16 +1,12 @@
-"""Reference of `value_scores`: float32, tiled over tokens, the values read twice.
+"""Definition of `value_scores`, in float64, one query head after the other.
 
-The difference ``o - v_j`` is formed before its norm: expanding the square would cancel. Near a
-weight of 1 both it and ``1 - h_j`` vanish while their ratio does not. One token of a query head can
-have more than half of the weight: it is scored as ``h_j * || o_without_j - v_j ||``, and what the
-others have is added up. Below that all tokens go one way, so that equal ones tie.
+A row of `value_scores_of_rows` gets this of its own tokens.
 """
 
 import torch
-from torch.nn.functional import pad
+from torch.linalg import vector_norm
 
-DIFFERENCES = 8 << 20
-"""Bytes of o - v_j for one tile of tokens."""
+from kvcompress_kernels.prompt import cached_values
 
 
 def run(
@@ -21,60 +17,26 @@ def run(
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
-    _, kv_heads, block, dim = value_pages.shape
-    h = weights.view(kv_heads, -1, tokens)
-    tile = max(DIFFERENCES // (4 * len(weights) * dim), 1)
-    tiles = torch.split(torch.arange(tokens, device=pages.device), tile)
-    head = torch.arange(kv_heads, device=pages.device)[:, None]
-
-    def values(token: torch.Tensor) -> torch.Tensor:
-        """``[Hkv, n, D]`` float32 for tokens ``[n]`` or, of each head its own, ``[Hkv, n]``."""
-        return value_pages[pages[token // block], head, token % block].float()
-
-    heaviest = h.argmax(-1)  # [Hkv, G]
-    top = h.gather(-1, heaviest[..., None])  # [Hkv, G, 1]
-    others = h.scatter(-1, heaviest[..., None], 0.0)
-    o = weights.new_zeros(kv_heads, 1 if fast else h.shape[1], dim)
-    for token in tiles:
-        v = values(token)
-        o += v.sum(1, keepdim=True) if fast else others[..., token] @ v
-    if fast:
-        o /= tokens
-    rest = others.sum(-1, keepdim=True)  # [Hkv, G, 1]
-    if not fast:
-        apart = torch.linalg.vector_norm(o / rest - values(heaviest), dim=-1, keepdim=True)
-        o += top * values(heaviest)
-
-    scores = weights.new_empty(kv_heads, tokens)
-    for token in tiles:
-        distance = torch.linalg.vector_norm(o.unsqueeze(2) - values(token).unsqueeze(1), dim=-1)
-        share = h[..., token]
-        dominant = (share > 0.5) & (rest > 0)
-        left = torch.where(dominant, rest, 1 - share).clamp_min(1e-6)
-        change = share / left * distance  # [Hkv, G, n]
-        if not fast:
-            change = torch.where(dominant, top * apart, change)
-        scores[:, token] = (
-            change.mean(1) if reduce == "mean" else torch.linalg.vector_norm(change, dim=1)
-        )
-    return scores
-
-
-def run_rows(
-    weights: torch.Tensor,
-    value_pages: torch.Tensor,
-    pages: torch.Tensor,
-    tokens: int,
-    lengths: torch.Tensor | None,
-    fast: bool,
-    reduce: str,
-) -> torch.Tensor:
-    """Row by row; what a shorter row has no token for is 0."""
-    block = value_pages.shape[2]
-    every = [tokens] * len(weights) if lengths is None else lengths.tolist()
     scores = []
-    for own, row, length in zip(weights, pages, every, strict=True):
-        used = row[: -(-length // block)]
-        found = run(own[:, :length].contiguous(), value_pages, used, length, fast, reduce)
-        scores.append(pad(found, (0, tokens - length)))
-    return torch.stack(scores)
+    values = cached_values(value_pages, pages, tokens)
+    for v, group in zip(values, weights.double().chunk(len(values)), strict=True):
+        changes = torch.stack([_change(h, v, fast) for h in group])
+        scores.append(changes.mean(0) if reduce == "mean" else vector_norm(changes, dim=0))
+    return torch.stack(scores).float()
+
+
+def _change(h: torch.Tensor, v: torch.Tensor, fast: bool) -> torch.Tensor:
+    """Change of one head's output ``[tokens]`` as each token goes, by weights h of values v."""
+    o = v.mean(0) if fast else h @ v
+    left = 1 - h
+    heaviest = int(h.argmax())
+    others = h.clone()
+    others[heaviest] = 0
+    rest = others.sum()
+    dominant = bool(h[heaviest] > 0.5 and rest > 0)
+    if dominant:
+        left[heaviest] = rest
+    change: torch.Tensor = h / left.clamp_min(1e-6) * vector_norm(o - v, dim=-1)
+    if dominant and not fast:
+        change[heaviest] = h[heaviest] * vector_norm(others @ v / rest - v[heaviest])
+    return change

@@ -15,6 +15,8 @@ __all__ = [
     "window_scores_of_rows",
 ]
 
+_NAME = "window_scores"
+
 
 def window_scores(
     query: torch.Tensor,
@@ -95,10 +97,9 @@ def window_scores_of_layers(
     Raises:
         ValueError: as `window_scores`, or there is no layer.
     """
-    name = "window_scores"
-    require(len(queries) > 0, name, "there must be a layer", len(queries))
+    require(len(queries) > 0, _NAME, "there must be a layer", len(queries))
     alike = {(tuple(query.shape), query.dtype) for query in queries}
-    require(len(alike) == 1, name, "the layers' queries must have one shape and dtype", alike)
+    require(len(alike) == 1, _NAME, "the layers' queries must have one shape and dtype", alike)
     stacked = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
     scores = window_scores_of_rows(
         *(stacked, key_pages, pages, tokens, scale),
@@ -144,35 +145,54 @@ def window_scores_of_rows(
     Raises:
         ValueError: as `window_scores`, or there is no row.
     """
-    name = "window_scores"
-    require(query.dim() == 4, name, "query must be [N, w, Hq, D]", tuple(query.shape))
-    rows, w, heads, dim = query.shape
-    require(rows > 0, name, "there must be a row", rows)
-    require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", key_pages.shape)
-    check_floats(name, "key_pages", key_pages)
-    require(key_pages.shape[2] == dim, name, f"key_pages must have head dim {dim}", key_pages.shape)
-    kv_heads = key_pages.shape[1]
-    require(heads % kv_heads == 0, name, f"Hq must be a multiple of Hkv={kv_heads}", heads)
-    require(0 < w < tokens, name, "0 < window < tokens must hold", (w, tokens))
-    require(w > 1 or not variance, name, "a variance needs a window of at least 2", w)
-    require(maximum or not pooled, name, "pooled is of a maximum; ask for that too", maximum)
-    check_pages(name, pages, tokens, key_pages.shape[3], rows)
-    if isinstance(scale, torch.Tensor):
-        right = scale.shape == (rows,) and scale.dtype == torch.float32
-        got = tuple(scale.shape), scale.dtype
-        require(right, name, f"scale must be a number or [{rows}] float32", got)
-    if lengths is not None:
-        right = lengths.shape == (rows,) and lengths.dtype == torch.int32
-        got = tuple(lengths.shape), lengths.dtype
-        require(right, name, f"lengths must be [{rows}] int32", got)
-    if sinks is not None:
-        right = sinks.shape == (rows, heads) and sinks.dtype == torch.float32
-        got = tuple(sinks.shape), sinks.dtype
-        require(right, name, f"sinks must be [{rows}, {heads}] float32", got)
+    w = _check_rows(query, key_pages, pages, tokens, scale, lengths, sinks)
+    require(w > 1 or not variance, _NAME, "a variance needs a window of at least 2", w)
+    require(maximum or not pooled, _NAME, "pooled is of a maximum; ask for that too", maximum)
     if contract.triton_takes(query):
         from kvcompress_kernels.window_scores.triton import run_rows
     else:
-        from kvcompress_kernels.window_scores.reference import run_rows
+        from kvcompress_kernels.window_scores.cpu import run_rows
     return run_rows(
         query, key_pages, pages, tokens, scale, lengths, variance, maximum, pooled, sinks
     )
+
+
+def _check_rows(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float | torch.Tensor,
+    lengths: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> int:
+    """Check the tensors, and return the number of tokens in the window.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the window is empty or as long as the prompt.
+    """
+    require(query.dim() == 4, _NAME, "query must be [N, w, Hq, D]", tuple(query.shape))
+    rows, w, heads, dim = query.shape
+    require(rows > 0, _NAME, "there must be a row", rows)
+    require(key_pages.dim() == 4, _NAME, "key_pages must be [N, Hkv, D, bs]", key_pages.shape)
+    check_floats(_NAME, "key_pages", key_pages)
+    require(
+        key_pages.shape[2] == dim, _NAME, f"key_pages must have head dim {dim}", key_pages.shape
+    )
+    kv_heads = key_pages.shape[1]
+    require(heads % kv_heads == 0, _NAME, f"Hq must be a multiple of Hkv={kv_heads}", heads)
+    require(0 < w < tokens, _NAME, "0 < window < tokens must hold", (w, tokens))
+    check_pages(_NAME, pages, tokens, key_pages.shape[3], rows)
+    if isinstance(scale, torch.Tensor):
+        right = scale.shape == (rows,) and scale.dtype == torch.float32
+        got = tuple(scale.shape), scale.dtype
+        require(right, _NAME, f"scale must be a number or [{rows}] float32", got)
+    if lengths is not None:
+        right = lengths.shape == (rows,) and lengths.dtype == torch.int32
+        got = tuple(lengths.shape), lengths.dtype
+        require(right, _NAME, f"lengths must be [{rows}] int32", got)
+    if sinks is not None:
+        right = sinks.shape == (rows, heads) and sinks.dtype == torch.float32
+        got = tuple(sinks.shape), sinks.dtype
+        require(right, _NAME, f"sinks must be [{rows}, {heads}] float32", got)
+    return w

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,8 +37,8 @@ def run_rows(
 ) -> WindowScores:
     """Three launches, four where rows are pooled, whatever the number of rows."""
     name, (rows, w, heads, dim) = "window_scores", query.shape
-    _, kv_heads, _, block = key_pages.shape
-    group, pages = heads // kv_heads, pages.contiguous()
+    block = key_pages.shape[3]
+    pages = pages.contiguous()
     require(query.dtype in FLOATS, name, f"queries must be one of {list(FLOATS)}", query.dtype)
     check_cache(name, key_pages)
 
@@ -49,72 +49,141 @@ def run_rows(
     else:
         query, factor = (query, scale) if scale >= 0 else (-query, -scale)
         factor /= math.log(2)
-    model = w, group, dim, max(query.itemsize, key_pages.itemsize)
-    partials_shapes = _partials_shapes(*model, pooled)
-    sm = architecture(query.device)
-    columns_shapes = _columns_shapes(*model, sm, variance, maximum and not pooled)
-    layout = 0 if pages.shape[1] == 1 else block
-    splits, lines = triton.cdiv(tokens, SPAN), heads * w
-    strides = (*query.stride(), pages.stride(0), *key_pages.stride())
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=query.device)
-
-    # What is behind a row's length is written by no program.
-    result = new
+    ragged = lengths is not None
     if lengths is None:
         # filled on the device: copying from the host would wait for it
         lengths = torch.full((rows,), tokens, dtype=torch.int32, device=query.device)
-    else:
-        lengths = lengths.contiguous()
+    given = _Given(
+        tensors=(query, key_pages, pages, lengths.contiguous(), factors),
+        numbers=(factor, w, heads // key_pages.shape[1]),
+        strides=(*query.stride(), pages.stride(0), *key_pages.stride()),
+        layout=0 if pages.shape[1] == 1 else block,
+        splits=triton.cdiv(tokens, SPAN),
+        dim=dim,
+        itemsize=max(query.itemsize, key_pages.itemsize),
+    )
+    row_tops, log_sums, shares = _log_sums(given, pooled, sinks)
+    scores = _columns(given, tokens, ragged, (row_tops, log_sums), variance, maximum, pooled)
+    if pooled:
+        shapes = _pooled_shapes(*given.model, architecture(query.device))
+        pooled_kernel[given.grid(shapes["HEADS"])](
+            *(*given.tensors, row_tops, log_sums, shares, scores.maximum),
+            *(*given.numbers, tokens, *given.strides),
+            BLOCK=given.layout,
+            **shapes,
+        )
+    return scores
 
-        def result(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=query.device)
 
-    tops, sums = new(2, rows, splits, lines)
-    past_sums, pooled_sums = new(2, rows, splits, lines) if pooled else (None, None)
-    row_tops, log_sums = new(2, rows, lines)
-    shares = new(rows, lines) if pooled else None
-    tiles = triton.cdiv(group, partials_shapes["HEADS"])
-    tiles *= triton.cdiv(w, partials_shapes["WINDOW"])
-    partials_kernel[(tiles * splits, kv_heads, rows)](
-        *(query, key_pages, pages, lengths, factors, tops, sums, past_sums, pooled_sums),
-        *(factor, w, group, splits),
-        *strides,
-        BLOCK=layout,
-        **partials_shapes,
+class _Given(NamedTuple):
+    """Arguments that the kernels share.
+
+    Args:
+        tensors: query, key pages, pages, lengths, and a factor for each row or None.
+        numbers: the factor of all rows, w, and the query heads of a KV head.
+        strides: of the query, the pages and the key pages.
+        layout: tokens of a page; 0 where each row is in one page.
+        splits: spans of columns.
+        dim: of a head.
+        itemsize: bytes of the wider of queries and keys.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    numbers: tuple[float, int, int]
+    strides: tuple[int, ...]
+    layout: int
+    splits: int
+    dim: int
+    itemsize: int
+
+    @property
+    def model(self) -> tuple[int, int, int, int]:
+        """What the configuration of a kernel depends on."""
+        _, w, group = self.numbers
+        return w, group, self.dim, self.itemsize
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, KV heads and query heads."""
+        query, keys = self.tensors[:2]
+        assert query is not None
+        assert keys is not None
+        return query.shape[0], keys.shape[1], query.shape[2]
+
+    def tiles(self, heads: int) -> int:
+        """Tiles of `heads` query heads in a group."""
+        tiles: int = triton.cdiv(self.numbers[2], heads)
+        return tiles
+
+    def grid(self, heads: int, times: int = 1) -> tuple[int, int, int]:
+        """Programs: tiles of `heads` query heads in every span, KV heads, rows."""
+        rows, kv_heads, _ = self.sizes
+        return self.tiles(heads) * times * self.splits, kv_heads, rows
+
+    def new(self, *shape: int) -> torch.Tensor:
+        query = self.tensors[0]
+        assert query is not None
+        return torch.empty(shape, dtype=torch.float32, device=query.device)
+
+
+def _log_sums(
+    given: _Given, pooled: bool, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Each line's top and log of its sum, and the factor on a pooled one: ``[rows, Hq * w]``."""
+    (rows, _, heads), (_, w, _), splits = given.sizes, given.numbers, given.splits
+    lines = heads * w
+    tops, sums = given.new(2, rows, splits, lines)
+    past_sums, pooled_sums = given.new(2, rows, splits, lines) if pooled else (None, None)
+    row_tops, log_sums = given.new(2, rows, lines)
+    shares = given.new(rows, lines) if pooled else None
+    shapes = _partials_shapes(*given.model, pooled)
+    partials_kernel[given.grid(shapes["HEADS"], triton.cdiv(w, shapes["WINDOW"]))](
+        *(*given.tensors, tops, sums, past_sums, pooled_sums),
+        *(*given.numbers, splits, *given.strides),
+        BLOCK=given.layout,
+        **shapes,
     )
     log_sum_kernel[(triton.cdiv(lines, LOG_SUM["LINES"]), rows)](
-        *(tops, sums, lengths, past_sums, pooled_sums, row_tops, log_sums, shares),
+        *(tops, sums, given.tensors[3], past_sums, pooled_sums, row_tops, log_sums, shares),
         *(None if sinks is None else sinks / math.log(2), lines, splits, w),
         **LOG_SUM,
         num_warps=_log_sum_warps(pooled),
     )
-    tiles = triton.cdiv(group, columns_shapes["HEADS"])
-    parts = kv_heads * tiles * splits
-    total, recent = result(rows, heads, tokens - w), new(rows, heads, w)
+    return row_tops, log_sums, shares
+
+
+def _columns(
+    given: _Given,
+    tokens: int,
+    ragged: bool,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    variance: bool,
+    maximum: bool,
+    pooled: bool,
+) -> WindowScores:
+    """All that is reduced from the columns; the past of a pooled maximum is still to be written."""
+    (rows, kv_heads, heads), (_, w, _) = given.sizes, given.numbers
+
+    def result(*shape: int) -> torch.Tensor:
+        # Programs write nothing behind a row's length.
+        return given.new(*shape).zero_() if ragged else given.new(*shape)
+
+    sm = architecture(sums[0].device)
+    shapes = _columns_shapes(*given.model, sm, variance, maximum and not pooled)
+    parts = kv_heads * given.tiles(shapes["HEADS"]) * given.splits
+    total, recent = result(rows, heads, tokens - w), given.new(rows, heads, w)
     last = result(rows, heads, tokens)
     spread = result(rows, heads, tokens - w) if variance else None
     entropies = result(rows, parts)
     shifts = result(rows, parts) if variance else None
     most = result(rows, heads, tokens) if maximum else None
-    columns_kernel[(tiles * splits, kv_heads, rows)](
-        *(query, key_pages, pages, lengths, factors, row_tops, log_sums),
+    columns_kernel[given.grid(shapes["HEADS"])](
+        *(*given.tensors, *sums),
         *(total, spread, recent, last, None if pooled else most, entropies, shifts),
-        *(factor, w, group, tokens),
-        *strides,
-        BLOCK=layout,
-        **columns_shapes,
+        *(*given.numbers, tokens, *given.strides),
+        BLOCK=given.layout,
+        **shapes,
     )
-    if pooled:
-        pooled_shapes = _pooled_shapes(*model, sm)
-        pooled_kernel[(triton.cdiv(group, pooled_shapes["HEADS"]) * splits, kv_heads, rows)](
-            *(query, key_pages, pages, lengths, factors, row_tops, log_sums, shares, most),
-            *(factor, w, group, tokens),
-            *strides,
-            BLOCK=layout,
-            **pooled_shapes,
-        )
     entropy = entropies.sum(1, dtype=torch.float64).float()
     shift = torch.zeros_like(entropy)
     if shifts is not None:

@@ -1,0 +1,154 @@
+"""CPU form of `merge_evicted`: float32 or wider, cosines tiled over evicted and kept tokens.
+
+The nearest kept token of every evicted one comes first, since the threshold is a mean over all of
+them; then the merged ones are added up. Where nothing is merged, weight and divisor are exactly 1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvcompress_kernels.merge_evicted.reference import ROUNDING
+from kvcompress_kernels.merge_evicted.result import Merged
+
+KEPT = 4096
+"""Kept tokens in a tile."""
+COSINES = 8 << 20
+"""Bytes of one tile's cosines."""
+
+_Read = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Reads keys or values of heads and tokens."""
+
+
+def run(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    least: int,
+    values_only: bool,
+    lengths: torch.Tensor,
+    threshold: torch.Tensor,
+    beta: float,
+) -> Merged:
+    wide = torch.promote_types(key_pages.dtype, torch.float32)
+    keys = torch.zeros(*kept.shape, key_pages.shape[2], dtype=wide, device=kept.device)
+    values = keys.new_zeros(*kept.shape, value_pages.shape[3])
+    after = threshold.clone()
+    for row, (count, held) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        own = kept[row, :, :count].long()
+        keys[row, :, :count], values[row, :, :count], after[row] = _merge(
+            *(key_pages, value_pages, pages[row], held, own, values_only, threshold[row], beta)
+        )
+    return Merged(keys, values, after)
+
+
+def _merge(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
+    values_only: bool,
+    threshold: torch.Tensor,
+    beta: float,
+) -> Merged:
+    heads, count = kept.shape
+    cache = _Cache(key_pages, value_pages, pages)
+    head = torch.arange(heads, device=kept.device)[:, None]
+    keys, values = cache.key(head, kept), cache.value(head, kept)
+    evicted = torch.ones(heads, tokens, dtype=torch.bool, device=kept.device)
+    evicted = evicted.scatter_(1, kept, False).nonzero()[:, 1].view(heads, tokens - count)
+    if evicted.shape[1] == 0:
+        return Merged(keys, values, threshold)
+
+    u, near = _nearest(cache, keys, evicted)
+    mean, before = u.mean(1, dtype=torch.float64), threshold.double()
+    after = mean.where(before.isnan(), beta * mean + (1 - beta) * before)
+    # cosines that are equal but for rounding are all merged
+    merged = u >= after[:, None] - ROUNDING
+    folded = [(values, cache.value)] if values_only else [(keys, cache.key), (values, cache.value)]
+    _fold(folded, evicted, merged, near + count * head, u.exp() * merged)
+    return Merged(keys, values, after.float())
+
+
+class _Cache(NamedTuple):
+    """The pages of one prompt."""
+
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor
+    pages: torch.Tensor
+
+    def key(self, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        block = self.key_pages.shape[3]
+        found = self.key_pages[self.pages[token // block], head, :, token % block]
+        return found.to(self._wide())
+
+    def value(self, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        block = self.key_pages.shape[3]
+        found = self.value_pages[self.pages[token // block], head, token % block]
+        return found.to(self._wide())
+
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.key_pages.dtype, torch.float32)
+
+
+def _nearest(
+    cache: _Cache, keys: torch.Tensor, evicted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosine of each of the `evicted` ``[Hkv, m]`` with its nearest of `keys`, and which."""
+    heads, count, dim = keys.shape
+    head = torch.arange(heads, device=keys.device)[:, None]
+    u = keys.new_full(evicted.shape, -torch.inf)
+    near = torch.zeros_like(evicted)
+    rows = max(COSINES // (keys.itemsize * heads * max(min(count, KEPT), dim)), 1)
+    for first in range(0, count, KEPT):
+        near_keys = _unit(keys[:, first : first + KEPT]).mT
+        for row in range(0, evicted.shape[1], rows):
+            tile = slice(row, row + rows)
+            top, at = (_unit(cache.key(head, evicted[:, tile])) @ near_keys).max(-1)
+            # A later token must be nearer to win, so that ties go to the earlier one.
+            better = top > u[:, tile]
+            u[:, tile] = torch.where(better, top, u[:, tile])
+            near[:, tile] = torch.where(better, at + first, near[:, tile])
+    return u, near
+
+
+def _fold(
+    folded: Sequence[tuple[torch.Tensor, _Read]],
+    evicted: torch.Tensor,
+    merged: torch.Tensor,
+    into: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Fold the `merged` of the `evicted` ``[Hkv, m]`` into kept tokens, in place.
+
+    Args:
+        folded: kept keys or values ``[Hkv, n, D]``, and how those of other tokens are read.
+        into: row of each one's kept token among the ``Hkv * n``.
+        weight: of each one; 0 where it is not merged.
+    """
+    heads, count = folded[0][0].shape[:2]
+    total = weight.new_zeros(heads * count).index_add_(0, into.flatten(), weight.flatten())
+    total = total.view(heads, count, 1)
+    touched = total > 0
+    for x, _ in folded:
+        x *= torch.full_like(total, math.e).where(touched, 1.0)
+    for row in range(0, evicted.shape[1], KEPT):
+        tile = slice(row, row + KEPT)
+        of, column = merged[:, tile].nonzero(as_tuple=True)
+        token, to = evicted[:, tile][of, column], into[:, tile][of, column]
+        w = weight[:, tile][of, column, None]
+        for x, cached in folded:
+            x.view(-1, x.shape[-1]).index_add_(0, to, cached(of, token).mul_(w))
+    for x, _ in folded:
+        x /= (math.e + total).where(touched, 1.0)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.clamp_min(1e-12)

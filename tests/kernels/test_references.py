@@ -1,0 +1,112 @@
+"""What the ops are compared with is what docs/methods.md says (`methods_reference`)."""
+
+import numpy as np
+import pytest
+import torch
+
+import methods_reference as methods
+from kvcompress_kernels.column_sums import reference as column_sums
+from kvcompress_kernels.key_cosines import reference as key_cosines
+from kvcompress_kernels.lag_scores import reference as lag_scores
+from kvcompress_kernels.merge_evicted import reference as merge_evicted
+from kvcompress_kernels.value_norms import reference as value_norms
+from kvcompress_kernels.value_scores import reference as value_scores
+from kvcompress_kernels.window_scores import reference as window_scores
+from paging import paged_keys, paged_values
+
+HEADS, KV_HEADS, TOKENS, DIM, W = 6, 2, 75, 8, 9
+SCALE = DIM**-0.5
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    """Queries, keys and values ``[H, S, D]`` as arrays."""
+    rng = np.random.RandomState(3)
+    return [
+        rng.standard_normal((heads, TOKENS, DIM)).astype(np.float32).astype(np.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def cache(prompt):
+    """Key pages, value pages and the prompt's pages."""
+    k, v = (torch.from_numpy(x) for x in prompt[1:])
+    keys, pages = paged_keys(k, 16)
+    return keys, paged_values(v, 16)[0], pages
+
+
+def rows(q, count):
+    return torch.from_numpy(q[:, TOKENS - count :]).float().transpose(0, 1)
+
+
+def close(found, exact, **tolerance):
+    np.testing.assert_allclose(found, exact, **{"rtol": 1e-5, "atol": 1e-7, **tolerance})
+
+
+@pytest.mark.parametrize("sinks", [None, np.array([-40.0, 0.7, 9.0, 2.5, 0.0, -3.0])])
+def test_attention(prompt, cache, sinks):
+    q, k, _ = prompt
+    keys, _, pages = cache
+    given = None if sinks is None else torch.from_numpy(sinks).float()
+    a = methods.attention(methods.with_sinks(q, sinks), k, range(TOKENS))
+    a[np.isnan(a)] = 0
+    got = column_sums.run(rows(q, TOKENS), keys, pages, TOKENS, SCALE, given)
+    close(got, a.sum(1))
+    a, past = a[:, -W:], TOKENS - W
+    got = window_scores.run(rows(q, W), keys, pages, TOKENS, SCALE, True, True, sinks=given)
+    before = a[..., :past]
+    close(got.total, before.sum(1))
+    close(got.recent, a[..., past:].sum(1))
+    close(got.last, a[:, -1])
+    close(got.maximum, a.max(1))
+    close(got.variance, before.var(1, ddof=1))
+    close(got.shift, before.var(1, ddof=1).sum())
+    close(got.entropy, -(before * np.log(before)).sum())
+    got = window_scores.run(rows(q, W), keys, pages, TOKENS, SCALE, False, True, True, given)
+    pooled = np.stack([[methods.pooled_row(row) for row in head] for head in before])
+    close(got.maximum, np.concatenate([pooled.max(1), a[..., past:].max(1)], -1))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("reduce", ["mean", "l2"])
+def test_values(prompt, cache, fast, reduce):
+    v, (_, values, pages) = prompt[2], cache
+    h = torch.randn(HEADS, TOKENS, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    want = np.zeros((KV_HEADS, TOKENS))
+    for g in range(KV_HEADS):
+        for j in range(TOKENS):
+            parts = []
+            for row in h.double().numpy()[3 * g : 3 * g + 3]:
+                o = v[g].mean(0) if fast else row @ v[g]
+                parts.append(row[j] / (1 - row[j]) * np.linalg.norm(o - v[g, j]))
+            want[g, j] = np.mean(parts) if reduce == "mean" else np.linalg.norm(parts)
+    close(value_scores.run(h, values, pages, TOKENS, fast, reduce), want)
+    close(value_norms.run(values, pages, TOKENS), np.abs(v).sum(-1))
+
+
+def test_keys(prompt, cache):
+    _, k, v = prompt
+    keys, values, pages = cache
+    close(key_cosines.run(keys, pages, TOKENS), -methods.keydiff(None, k, None, 0), atol=1e-6)
+    parts = (TOKENS - 4) // 16 - 1
+    close(lag_scores.run(keys, values, pages, parts, 4, 16), methods.lag_scores(k, v, 4, 16))
+
+
+@pytest.mark.parametrize("values_only", [False, True])
+@pytest.mark.parametrize("tau", [None, 0.25])
+def test_merging(prompt, cache, values_only, tau):
+    _, k, v = prompt
+    keys, values, pages = cache
+    kept = torch.stack([torch.arange(head, TOKENS, 4)[:18] for head in range(KV_HEADS)])
+    counts, lengths = (torch.tensor([n], dtype=torch.int32) for n in (18, TOKENS))
+    threshold = torch.full((1, KV_HEADS), torch.nan if tau is None else tau)
+    got = merge_evicted.run(
+        *(keys, values, pages[None], TOKENS, kept[None], counts, 18, values_only),
+        *(lengths, threshold, 0.7),
+    )
+    for head in range(KV_HEADS):
+        one = k[head], v[head], kept[head].tolist()
+        want = methods.merge(*one, values_only=values_only, threshold=tau)
+        close(got.keys[0, head], want[0])
+        close(got.values[0, head], want[1])
