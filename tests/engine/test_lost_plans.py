@@ -204,6 +204,11 @@ def test_nothing_that_was_computed_after_it_is_delivered(llm, fault):
     assert llm.generate([SHORT], 60)[0] == right
 
 
+def answers(plan):
+    """What of a step's plan packs an answer."""
+    return [todo for todo in plan.pack if not todo.prefill]
+
+
 def test_a_lost_plan_that_only_packs_an_answer_again_is_noticed(llm):
     """Nothing is delivered of the step whose answer should have been packed, nor of later ones."""
     executor, scheduler = llm.core.model_executor, llm.scheduler
@@ -214,7 +219,7 @@ def test_a_lost_plan_that_only_packs_an_answer_again_is_noticed(llm):
     def scheduling(*args, **kwargs):
         output = schedule(*args, **kwargs)
         plans.append(output.kvcompress)
-        if plans[-1] is not None and plans[-1].repack:
+        if plans[-1] is not None and answers(plans[-1]):
             executor.collective_rpc = plan_dropped(executor, llm.worker)
         return output
 
@@ -222,8 +227,9 @@ def test_a_lost_plan_that_only_packs_an_answer_again_is_noticed(llm):
     llm.submit("short", SHORT, 100)
     with pytest.raises(SeamError, match=r"\['short-.*'\], came back with none acknowledged"):
         delivered(llm, seen, steps=100)
-    (lost,) = (step for step, plan in enumerate(plans) if plan is not None and plan.repack)
-    assert not any((plans[lost].compress, plans[lost].observe, plans[lost].grow))
+    (lost,) = (step for step, plan in enumerate(plans) if plan is not None and answers(plan))
+    assert not any((plans[lost].observe, plans[lost].grow))
+    assert answers(plans[lost]) == [*plans[lost].pack]
     (given,) = seen.values()
     assert given == right[: len(given)]
     assert len(given) <= lost
