@@ -21,7 +21,7 @@ import httpx
 from origin import commit, machine
 from transformers import AutoTokenizer
 
-from vllm_kvcompress.serving.process import Server, serve
+from vllm_kvcompress.serving.process import CACHE_SPACE, Server, serve
 from vllm_kvcompress.serving.text import english
 
 
@@ -91,7 +91,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, extra in (("off", []), ("cake", compressed)):
-            with serve(model, [*flags, *extra], Path(folder) / name) as server:
+            log, environment = Path(folder) / name, {CACHE_SPACE: "1"}
+            with serve(model, [*flags, *extra], log, environment=environment) as server:
                 rounds = []
                 for turn in range(1 + args.rounds):
                     starts = [(turn * args.requests + i) * 37 for i in range(args.requests)]

@@ -21,7 +21,7 @@ from openai import OpenAI
 from origin import commit, machine
 from transformers import AutoTokenizer
 
-from vllm_kvcompress.demo.__main__ import common, compression, parse_args
+from vllm_kvcompress.demo.__main__ import common, compression, environment, parse_args
 from vllm_kvcompress.demo.questions import QUESTIONS, TIMES, Asked, prompt, surest
 from vllm_kvcompress.serving.process import Server, serve
 
@@ -65,7 +65,8 @@ def main() -> None:
         args.out.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        with serve(model, common(demo), Path(folder) / "off.log") as server:
+        log = Path(folder) / "off.log"
+        with serve(model, common(demo), log, environment=environment()) as server:
             asked = []
             for question, content in zip(QUESTIONS, prompts, strict=True):
                 said, gap = answer(server, content)
@@ -88,7 +89,8 @@ def main() -> None:
         ]
         save()
         print(f"chosen: {choice.question.text} {choice.answer!r}, gap {choice.gap}", flush=True)
-        with serve(model, [*common(demo), *compression(demo)], Path(folder) / "on.log") as server:
+        flags, log = [*common(demo), *compression(demo)], Path(folder) / "on.log"
+        with serve(model, flags, log, environment=environment()) as server:
             for one, content, entry in zip(asked, prompts, results["questions"], strict=True):
                 entry["compressed"], _ = answer(server, content)
                 entry["compressed_right"] = one.question.answered_by(entry["compressed"])

@@ -11,6 +11,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from vllm_kvcompress.commands import compare_options as compared
+from vllm_kvcompress.commands import kv_flags
+from vllm_kvcompress.commands.options import takes
+from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.errors import KVCompressError
 
 app = typer.Typer(
@@ -22,22 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-METHOD = typer.Option("--kv-compress", metavar="METHOD", help="As vllm serve takes it.")
-BUDGET = typer.Option("--kv-budget", metavar="BUDGET", help="As vllm serve takes it.")
-WINDOW = typer.Option("--kv-window", metavar="TOKENS", help="As vllm serve takes it.")
-LEAST = typer.Option("--kv-min-prompt", metavar="TOKENS", help="As vllm serve takes it.")
-MAX_WHOLE = typer.Option("--kv-max-whole", metavar="TOKENS", help="As vllm serve takes it.")
-PIECE = typer.Option("--kv-piece", metavar="TOKENS", help="As vllm serve takes it.")
-DECODE = typer.Option("--kv-decode-budget", metavar="TOKENS", help="As vllm serve takes it.")
-EVERYTHING = typer.Option(
-    "--kv-compress-config", metavar="JSON", help="Every other setting, as vllm serve takes it."
-)
-OVERRIDES = typer.Option("--kv-allow-override", metavar="METHODS", help="As vllm serve takes it.")
-BOUNDS = typer.Option("--kv-budget-bounds", metavar="MIN:MAX", help="As vllm serve takes it.")
-ALIASES = typer.Option("--kv-alias", metavar="NAME=METHOD:BUDGET", help="As vllm serve takes it.")
 AS_JSON = typer.Option("--json", help="Print one JSON document and nothing else.")
 URL = typer.Option("--url", metavar="URL", help="A running server, such as http://127.0.0.1:8000.")
-KEY = typer.Option("--api-key", envvar="VLLM_API_KEY", help="The server's, where it wants one.")
+KEY = typer.Option(
+    "--api-key", envvar="VLLM_API_KEY", help="The server's API key, where it wants one."
+)
 
 
 def _print_versions(asked: bool) -> None:
@@ -67,103 +59,13 @@ def _for_every_command(
 
 
 @app.command()
-def plan(
-    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
-    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of a prompt.")],
-    output: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of an answer.")] = 256,
-    method: Annotated[str | None, METHOD] = None,
-    budget: Annotated[str | None, BUDGET] = None,
-    window: Annotated[int | None, WINDOW] = None,
-    least: Annotated[int | None, LEAST] = None,
-    everything: Annotated[str | None, EVERYTHING] = None,
-    overrides: Annotated[str | None, OVERRIDES] = None,
-    bounds: Annotated[str | None, BOUNDS] = None,
-    aliases: Annotated[list[str] | None, ALIASES] = None,
-    growing: Annotated[int | None, DECODE] = None,
-    max_whole: Annotated[int | None, MAX_WHOLE] = None,
-    piece: Annotated[int | None, PIECE] = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            "--kv-memory",
-            metavar="GIB",
-            min=0,
-            help="The KV cache of one GPU, in GiB: vLLM logs it as available KV cache memory.",
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option("--block-size", min=1, help="16 on CUDA and 128 on a CPU, as in vLLM."),
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="As vllm serve takes it.")] = "auto",
-    ranks: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
-    stages: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1,
-    longest: Annotated[
-        int | None,
-        typer.Option("--max-model-len", min=1, help="The tables' width; prompt and answer."),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            "--max-num-seqs", min=1, help="Requests at once; vLLM's own default for the device."
-        ),
-    ] = None,
-    gpu: Annotated[
-        float | None,
-        typer.Option(
-            "--gpu-memory",
-            metavar="GIB",
-            min=0,
-            help="All memory of one GPU, in GiB: decides vLLM's defaults, and estimates the KV"
-            " cache where --kv-memory is not given.",
-        ),
-    ] = None,
-    utilization: Annotated[
-        float, typer.Option("--gpu-memory-utilization", help="As vllm serve takes it.")
-    ] = 0.92,
-    cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help="As vllm serve takes it.")
-    ] = "auto",
-    disable_sliding_window: Annotated[
-        bool, typer.Option("--disable-sliding-window", help="As vllm serve takes it.")
-    ] = False,
-    device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """What a request takes, and how many fit, with and without compression. Needs no vLLM."""
-    from vllm_kvcompress.commands import plan as command
+    from vllm_kvcompress.commands.plan import ask
 
-    found = command.ask(
-        model=model,
-        settings=_given(
-            method,
-            budget,
-            window,
-            least,
-            everything,
-            allow_override=overrides,
-            budget_bounds=bounds,
-            alias=aliases or None,
-            decode_budget=growing,
-            max_whole=max_whole,
-            piece=piece,
-        ),
-        length=length,
-        output=output,
-        memory_gib=memory,
-        block_size=block_size,
-        dtype=dtype,
-        ranks=ranks,
-        stages=stages,
-        longest=longest,
-        requests=requests,
-        device=device,
-        gpu_gib=gpu,
-        utilization=utilization,
-        cache_dtype=cache_dtype,
-        disable_sliding_window=disable_sliding_window,
-    )
-    if as_json:
+    found = ask(options)
+    if options.as_json:
         _print_json(found.to_json())
     else:
         found.show()
@@ -176,11 +78,11 @@ def doctor(
         str | None, typer.Argument(help="A model to start; flags of vllm serve may follow --.")
     ] = None,
     url: Annotated[str | None, URL] = None,
-    method: Annotated[str | None, METHOD] = None,
-    budget: Annotated[str | None, BUDGET] = None,
-    window: Annotated[int | None, WINDOW] = None,
-    least: Annotated[int | None, LEAST] = None,
-    everything: Annotated[str | None, EVERYTHING] = None,
+    method: kv_flags.Compress = None,
+    budget: kv_flags.Budget = None,
+    window: kv_flags.Window = None,
+    min_prompt: kv_flags.MinPrompt = None,
+    everything: kv_flags.Everything = None,
     expect: Annotated[
         str | None,
         typer.Option(help="on or off: what the server must have. Anything else is a failure."),
@@ -209,7 +111,9 @@ def doctor(
     """
     from vllm_kvcompress.commands import doctor as command
 
-    settings = _given(method, budget, window, least, everything)
+    settings = kv_flags.settings_from(
+        everything, compress=method, budget=budget, window=window, min_prompt=min_prompt
+    )
     command.run(
         command.Request(
             model=model,
@@ -312,33 +216,6 @@ def health(
     ok, sentence = ask(Host(url, api_key), after=after, expect=expect, timeout_s=timeout)
     typer.echo(sentence)
     raise typer.Exit(0 if ok else 1)
-
-
-def _given(
-    method: str | None,
-    budget: str | None,
-    window: int | None,
-    least: int | None,
-    everything: str | None,
-    **more: str | int | list[str] | None,
-) -> dict[str, Any]:
-    """The settings that were typed, by their key; flags win over the JSON."""
-    settings: dict[str, Any] = {}
-    if everything is not None:
-        try:
-            settings = json.loads(everything)
-        except ValueError as e:
-            _wrong(f"--kv-compress-config must be a JSON object, got {everything!r} ({e})")
-        if not isinstance(settings, dict):
-            _wrong(f"--kv-compress-config must be a JSON object, got {everything!r}")
-    flags: dict[str, Any] = {
-        "compress": method,
-        "budget": budget,
-        "window": window,
-        "min_prompt": least,
-    }
-    flags |= more
-    return settings | {key: value for key, value in flags.items() if value is not None}
 
 
 def _on_or_off(text: str | None) -> bool | None:

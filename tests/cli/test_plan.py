@@ -12,6 +12,7 @@ from engines import BLOCK, engine, settings
 from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.planning.model_traits import traits_of
@@ -21,10 +22,12 @@ HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
 
 def planned(model: str, length: int, output: int, given: dict, **more):
     options = dict(memory_gib=None, dtype="float32", ranks=1, longest=None, requests=256)
+    options |= {"block_size": BLOCK, "device": "cpu", **more}
     found = ask(
-        model=model, settings=given, length=length, output=output, block_size=BLOCK, device="cpu",
-        **{**options, **more},
-    )  # fmt: skip
+        PlanOptions(
+            model=model, everything=json.dumps(given), length=length, output=output, **options
+        )
+    )
     return found.forecast
 
 

@@ -10,6 +10,7 @@ from checkpoints import make
 from engines import BLOCK
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.commands.weights import Weights, weights_of
 
 HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
@@ -17,10 +18,12 @@ HERE = ["--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"]
 
 def planned(model: str, length: int, output: int, given: dict, **more):
     options = dict(memory_gib=None, dtype="float32", ranks=1, longest=None, requests=256)
+    options |= {"block_size": BLOCK, "device": "cpu", **more}
     found = ask(
-        model=model, settings=given, length=length, output=output, block_size=BLOCK, device="cpu",
-        **{**options, **more},
-    )  # fmt: skip
+        PlanOptions(
+            model=model, everything=json.dumps(given), length=length, output=output, **options
+        )
+    )
     return found.found
 
 

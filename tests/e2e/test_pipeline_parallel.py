@@ -20,6 +20,7 @@ from checkpoints import make, tokens
 from configuring import configure
 from engines import engine, settings
 from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.worker.footprint import device_bytes
 from vllm_kvcompress.errors import ConfigError
@@ -208,22 +209,22 @@ def test_the_last_stage_reports_the_layers_of_both(on_two):
 def test_plan_counts_a_stages_layers(model, on_two):
     """Its blocks are those that each stage packs into, its bytes those that one takes."""
     _, log = on_two
-    options = dict(settings=SETTINGS["kvcompress"], length=LENGTHS[0], output=12, memory_gib=None,
+    options = dict(everything=json.dumps(SETTINGS["kvcompress"]), length=LENGTHS[0], output=12,
                    block_size=32, dtype="float32", ranks=1, longest=2048, requests=64, device="cpu",
                    model=model)  # fmt: skip
-    found = ask(**options, stages=2).forecast
+    found = ask(PlanOptions(**options, stages=2)).forecast
     assert f"blocks_after={found.on.decoding} layer_tokens={[128] * 4}".replace(", ", ",") in log
     assert found.kept_tokens == 128
-    assert 2 * found.block_bytes == ask(**options).forecast.block_bytes
+    assert 2 * found.block_bytes == ask(PlanOptions(**options)).forecast.block_bytes
     config = configure(
         model, pipeline_parallel_size=2, distributed_executor_backend="mp", dtype="float32",
         max_model_len=2048, block_size=32, max_num_seqs=64, additional_config=SETTINGS,
     )  # fmt: skip
     extra = device_bytes(config, active_settings(config.additional_config))
-    assert found.extra_bytes == extra < ask(**options).forecast.extra_bytes
+    assert found.extra_bytes == extra < ask(PlanOptions(**options)).forecast.extra_bytes
     for stages in (3, 8):
         with pytest.raises(ConfigError, match=f"must divide the model's 4 layers.*got {stages}"):
-            ask(**options, stages=stages)
+            ask(PlanOptions(**options, stages=stages))
 
 
 def test_what_is_shared_out_anew_keeps_the_first_token(on_two, on_one):

@@ -5,6 +5,7 @@ second group of layers could break: its blocks are of the same pool, its pages l
 memory, and what it computes behind a compressed prompt follows from what that left.
 """
 
+import json
 import math
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from test_added_pieces import piecewise as and_bounded
 from test_prompts_in_pieces import Prompt, piecewise
 from test_reference import softmax
 from vllm_kvcompress.commands import plan as planning
+from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.layer_groups import layer_groups, layer_types
@@ -104,11 +106,12 @@ def test_vllm_groups_the_layers_as_we_count_them(name, checkpoints_folder):
         assert made.kv_cache_tensors[0].size == made.num_blocks * sizes_of(config).block_bytes
         managers = llm.scheduler.kv_cache_manager.coordinator.single_type_managers
         windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
-        planned = planning.ask(
-            **{"model": make(name, checkpoints_folder), "settings": FREE["kvcompress"]},
-            **{"length": 900, "output": 100, "block_size": BLOCK, "dtype": "float32"},
-            **{"memory_gib": None, "ranks": 1, "longest": 1024, "requests": 4, "device": "cpu"},
-        ).forecast
+        options = PlanOptions(
+            model=make(name, checkpoints_folder), everything=json.dumps(FREE["kvcompress"]),
+            length=900, output=100, block_size=BLOCK, dtype="float32", longest=1024, requests=4,
+            device="cpu",
+        )  # fmt: skip
+        planned = planning.ask(options).forecast
         assert planned.block_bytes == sizes_of(config).block_bytes
         free = llm.free_blocks
         llm.submit("r", tokens(900, seed=1), 100)

@@ -14,22 +14,30 @@ Model = Annotated[
     ),
 ]
 Prompts = Annotated[
-    Path | None, typer.Option("--prompts", metavar="FILE", help="Your own, a line of JSON each.")
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Your own prompts, a line of JSON each."),
 ]
 Tasks = Annotated[
-    str | None, typer.Option("--tasks", metavar="NAMES", help="Built-in ones, commas between them.")
+    str | None,
+    typer.Option("--tasks", metavar="NAMES", help="Built-in tasks, with commas between them."),
 ]
 Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of a task's prompt, at most.")]
 Count = Annotated[int, typer.Option("--count", min=1, help="Prompts of each task.")]
 Question = Annotated[
-    str, typer.Option("--question", help="Of a task: last or first in its prompt.")
+    str, typer.Option("--question", help="Where a task asks: last or first in its prompt.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the tasks.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the tasks' random numbers.")]
 Methods = Annotated[
-    str, typer.Option("--methods", metavar="NAMES", help="To compare, commas between them.")
+    str,
+    typer.Option(
+        "--methods", metavar="NAMES", help="Methods to compare, with commas between them."
+    ),
 ]
 Budgets = Annotated[
-    str, typer.Option("--budgets", metavar="BUDGETS", help="To compare, commas between them.")
+    str,
+    typer.Option(
+        "--budgets", metavar="BUDGETS", help="Budgets to compare, with commas between them."
+    ),
 ]
 Baselines = Annotated[
     bool,
@@ -54,10 +62,18 @@ MaxTokens = Annotated[
 ]
 Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Prompts at once.")]
 Out = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Where it writes, and goes on from.")
+    Path,
+    typer.Option(
+        "--out",
+        metavar="FOLDER",
+        help="Where the run is kept; the same command goes on from there.",
+    ),
 ]
 KeepText = Annotated[bool, typer.Option("--keep-text", help="Also keep prompts and answers there.")]
-Kl = Annotated[bool, typer.Option("--kl/--no-kl", help="Compare what is likely, too.")]
+Kl = Annotated[bool, typer.Option("--kl/--no-kl", help="Also compare the probabilities of tokens.")]
 Timeout = Annotated[
-    float, typer.Option("--timeout", min=1, help="Seconds without a word from the server.")
+    float,
+    typer.Option(
+        "--timeout", min=1, help="Seconds without a word from the server that end a request."
+    ),
 ]

@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import Console
 
 from vllm_kvcompress.commands.concurrency import Forecast, Load, forecast, sizes_on_rank
-from vllm_kvcompress.commands.gpu_memory import Estimate, defaults_for, estimate
+from vllm_kvcompress.commands.gpu_memory import GIB, Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.model_shape import ModelShape, config_path, read_config, shape_of
+from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show_forecast
 from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
@@ -94,99 +95,113 @@ def with_method(settings: dict[str, Any]) -> dict[str, Any]:
     return settings if named else {"compress": RECOMMENDED, **settings}
 
 
-def ask(
-    *,
-    model: str,
-    settings: dict[str, Any],
-    length: int,
-    output: int,
-    memory_gib: float | None,
-    block_size: int | None,
-    dtype: str,
-    ranks: int,
-    stages: int = 1,
-    longest: int | None,
-    requests: int | None,
-    device: str,
-    gpu_gib: float | None = None,
-    utilization: float = 0.92,
-    cache_dtype: str = "auto",
-    disable_sliding_window: bool = False,
-) -> Answer:
+def ask(options: PlanOptions) -> Answer:
     """The forecast for a model and requests of one length.
-
-    Args:
-        memory_gib: the KV cache of one GPU; `gpu_gib`, its whole memory, gives an estimate of it.
-        ranks: tensor-parallel size. `stages`: pipeline-parallel size.
-        requests: requests at once; None takes vLLM's default for the device.
 
     Raises:
         ConfigError: something is unknown, or cannot be served compressed.
     """
-    checked = CompressionConfig.parse(with_method(settings))
-    if not checked.active:
+    settings = _checked_settings(options)
+    _refuse_contradictions(options)
+    config = read_config(options.model)
+    shape = _shape(options, config, settings)
+    defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
+    on_gpu = options.device == "cuda"
+    sizes = sizes_on_rank(
+        shape,
+        ranks=options.ranks,
+        stages=options.stages,
+        longest=options.longest or options.length + options.output,
+        block_size=options.block_size or _BLOCK[options.device],
+        max_requests=options.requests or defaults.max_num_seqs,
+        graphs=on_gpu,
+        in_flight=defaults.batched_tokens,
+    )
+    estimated = _estimated(options, config, shape, sizes.max_requests, defaults.batched_tokens)
+    pool = None if options.memory_gib is None else int(options.memory_gib * GIB)
+    if estimated is not None:
+        pool = estimated.kv_cache_bytes
+    load = Load(prompt=options.length, output=options.output)
+    defaulted = None
+    if options.requests is None:
+        defaulted = default_line(options.device, options.gpu_gib, defaults)
+    return Answer(
+        model=options.model,
+        shape=shape,
+        settings=settings,
+        ranks=options.ranks,
+        stages=options.stages,
+        forecast=forecast(sizes, settings, load, pool_bytes=pool, tables_from_pool=on_gpu),
+        defaulted=defaulted,
+        estimated=estimated,
+    )
+
+
+def _checked_settings(options: PlanOptions) -> CompressionConfig:
+    settings = CompressionConfig.parse(with_method(options.settings))
+    if not settings.active:
         raise ConfigError(
             f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
         )
-    if (reason := why_not_again(checked, block_size or _BLOCK.get(device))) is not None:
+    reason = why_not_again(settings, options.block_size or _BLOCK.get(options.device))
+    if reason is not None:
         raise ConfigError(reason)
-    if device not in _BLOCK:
-        raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {device!r}")
-    if device != "cuda" and gpu_gib is not None:
+    return settings
+
+
+def _refuse_contradictions(options: PlanOptions) -> None:
+    """Refuse what no model could be served with."""
+    if options.device not in _BLOCK:
+        raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {options.device!r}")
+    if options.device != "cuda" and options.gpu_gib is not None:
         raise ConfigError(
             "--gpu-memory is of a GPU; give --kv-memory with --device cpu, where vLLM takes half of"
             " the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
         )
-    if not 0 < utilization <= 1:
-        raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {utilization:g}")
-    config = read_config(model)
-    shape = shape_of(
-        config, dtype, cache_dtype=cache_dtype, disable_sliding_window=disable_sliding_window
-    )
-    cure = plain_cache(replace(traits_of(config), dtype=shape.dtype, cache=cache_dtype))
-    if (reason := why_not_merged(checked, shape.cache, cure)) is not None:
-        raise ConfigError(reason)
-    load = Load(prompt=length, output=output)
-    if longest is not None and longest < length + output:
+    if not 0 < options.utilization <= 1:
         raise ConfigError(
-            f"--max-model-len must hold --len and --max-tokens, {length + output} tokens; got"
-            f" {longest}"
+            f"--gpu-memory-utilization must be in (0, 1], got {options.utilization:g}"
         )
-    defaults = defaults_for(device, gpu_gib, ranks * stages)
-    sizes = sizes_on_rank(
-        shape,
-        ranks=ranks,
-        stages=stages,
-        longest=longest or length + output,
-        block_size=block_size or _BLOCK[device],
-        max_requests=requests or defaults.max_num_seqs,
-        graphs=device == "cuda",
-        in_flight=defaults.batched_tokens,
+    tokens = options.length + options.output
+    if options.longest is not None and options.longest < tokens:
+        raise ConfigError(
+            f"--max-model-len must hold --len and --max-tokens, {tokens} tokens; got"
+            f" {options.longest}"
+        )
+
+
+def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionConfig) -> ModelShape:
+    """The model's shape; refuses settings that its cache cannot be compressed by."""
+    shape = shape_of(
+        config,
+        options.dtype,
+        cache_dtype=options.cache_dtype,
+        disable_sliding_window=options.disable_sliding_window,
     )
-    estimated = None
-    if memory_gib is None and gpu_gib is not None:
-        estimated = estimate(
-            config,
-            shape,
-            weights_of(config_path(model).parent, config, shape),
-            gpu_gib=gpu_gib,
-            utilization=utilization,
-            ranks=ranks,
-            stages=stages,
-            max_num_seqs=sizes.max_requests,
-            batched_tokens=defaults.batched_tokens,
-        )
-    pool = None if memory_gib is None else int(memory_gib * 2**30)
-    if estimated is not None:
-        pool = estimated.kv_cache_bytes
-    result = forecast(sizes, checked, load, pool_bytes=pool, tables_from_pool=device == "cuda")
-    return Answer(
-        model=model,
-        shape=shape,
-        settings=checked,
-        ranks=ranks,
-        stages=stages,
-        forecast=result,
-        defaulted=default_line(device, gpu_gib, defaults) if requests is None else None,
-        estimated=estimated,
+    traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
+    if (reason := why_not_merged(settings, shape.cache, plain_cache(traits))) is not None:
+        raise ConfigError(reason)
+    return shape
+
+
+def _estimated(
+    options: PlanOptions,
+    config: dict[str, Any],
+    shape: ModelShape,
+    max_num_seqs: int,
+    batched_tokens: int,
+) -> Estimate | None:
+    """The size of the KV cache by the GPU's memory; None where it was given, or no GPU was."""
+    if options.memory_gib is not None or options.gpu_gib is None:
+        return None
+    return estimate(
+        config,
+        shape,
+        weights_of(config_path(options.model).parent, config, shape),
+        gpu_gib=options.gpu_gib,
+        utilization=options.utilization,
+        ranks=options.ranks,
+        stages=options.stages,
+        max_num_seqs=max_num_seqs,
+        batched_tokens=batched_tokens,
     )

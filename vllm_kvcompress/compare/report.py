@@ -12,12 +12,13 @@ NONE = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All of it.
+    """What a comparison found.
 
     Args:
         title: what was compared.
         complete: whether every prompt was asked in every cell.
-        unanswered: requests that the server refused, and why, by its reason.
+        summaries: a cell's figures each, in the order of the tables' rows.
+        recommendation: the cell to run, or why there is none.
         notes: what else must be known, a sentence each.
         settings: of the run.
     """

@@ -10,25 +10,27 @@ from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.errors import ConfigError
 
 _DEADLINE_S = 1800.0
-_CACHE, _CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "4"
+_CACHE_GIB = "4"
 
 
 @contextmanager
 def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Path) -> Iterator[str]:
     """Start ``vllm serve`` on a free loopback port and end it with the block; yields its URL.
 
-    It compresses what asks for it, within the cells that are asked for: what may be asked for
-    takes memory beside the cache.
+    The server compresses requests that ask for it, and lets them ask for `cells` and nothing else:
+    whatever requests may ask for takes memory next to the cache.
 
     Args:
+        model: the model's folder.
         arguments: further flags of ``vllm serve``; they win over ours.
-        log: where it writes.
+        cells: the methods and budgets that requests may ask for, at least one with a budget.
+        log: the file that takes what the server prints.
 
     Raises:
         ConfigError: vLLM is not installed, or the server did not start.
     """
     try:
-        from vllm_kvcompress.serving.process import serve
+        from vllm_kvcompress.serving.process import CACHE_SPACE, serve
     except ImportError as e:
         raise ConfigError(
             f"--model starts a server, which needs vLLM beside this command ({e}); install it, or"
@@ -41,8 +43,8 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         *("--kv-budget-bounds", f"{min(budgets)}:{max(budgets)}", "--kv-usage"),
         *arguments,
     ]
-    # The demo's servers take a gigabyte on a CPU; a model of any size may need more.
-    environment = {_CACHE: os.environ.get(_CACHE, _CACHE_GIB)}
+    # On a CPU, vLLM would take half of the machine's memory.
+    environment = {CACHE_SPACE: os.environ.get(CACHE_SPACE, _CACHE_GIB)}
     with ExitStack() as stack:
         try:
             running = stack.enter_context(

@@ -17,9 +17,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from vllm_kvcompress.demo.ask import NAME, Reply, ask, summary
+from vllm_kvcompress.demo.progress import Progress
 from vllm_kvcompress.demo.questions import CHOSEN, prompt
 from vllm_kvcompress.demo.report import save_picture, show
-from vllm_kvcompress.serving.process import ENVIRONMENT, command, serve
+from vllm_kvcompress.serving.process import CACHE_SPACE, ENVIRONMENT, Server, command, serve
+
+ALONE, COMPRESSED = "vLLM alone", "compressed"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,6 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def compression(args: argparse.Namespace) -> list[str]:
+    """The flags that the compressed server has and vLLM alone does not."""
     return [
         *("--kv-compress", args.method, "--kv-budget", args.budget),
         *("--kv-compress-config", '{"log_requests": true}'),
@@ -46,29 +50,67 @@ def compression(args: argparse.Namespace) -> list[str]:
 
 
 def common(args: argparse.Namespace) -> list[str]:
+    """The flags of both servers."""
     # Eager: the demo shows memory and ratios, and must not spend minutes compiling first.
     return ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
 
 
-def replies(args: argparse.Namespace, model: str, content: str) -> tuple[list[Reply], list[Reply]]:
-    """What vLLM alone and the compressed server answered, each `args.rounds` times."""
-    flags = {"off": common(args), "on": [*common(args), *compression(args)]}
-    by_server: dict[str, list[Reply]] = {"off": [], "on": []}
+def environment() -> dict[str, str]:
+    """The size of the KV cache, where the operator sets none: two servers share the machine."""
+    return {CACHE_SPACE: os.environ.get(CACHE_SPACE, "1")}
+
+
+def replies(
+    args: argparse.Namespace, model: str, content: str, progress: Progress
+) -> tuple[list[Reply], list[Reply]]:
+    """What vLLM alone and the compressed server answered, each `args.rounds` times.
+
+    Args:
+        model: the model's folder.
+        content: the prompt.
+        progress: where the waiting is shown.
+    """
+    flags = {ALONE: common(args), COMPRESSED: [*common(args), *compression(args)]}
+    by_server: dict[str, list[Reply]] = {ALONE: [], COMPRESSED: []}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = {}
+        servers: dict[str, Server] = {}
         for name, arguments in flags.items():
-            print(f"Starting vllm serve {args.model} {shlex.join(arguments)} ...", flush=True)
-            servers[name] = stack.enter_context(serve(model, arguments, logs / f"{name}.log"))
+            print(f"vllm serve {args.model} {shlex.join(arguments)}", flush=True)
+            with progress.step(name, "starting the server") as step:
+                log = logs / f"{len(servers)}.log"
+                servers[name] = stack.enter_context(
+                    serve(model, arguments, log, environment=environment())
+                )
+                step.state = "the server is up"
         # A server's first request pays for its warm-up.
-        for server in servers.values():
-            ask(server, content[:200], tokens=4, salt="warm-up")
-        print("Asking both ...", flush=True)
-        for number in range(args.rounds):
+        for name, server in servers.items():
+            with progress.step(name, "warming up") as step:
+                ask(server, content[:200], tokens=4, salt="warm-up")
+                step.state = "the server is warm"
+        for number in range(1, args.rounds + 1):
             for name, server in servers.items():
-                reply = ask(server, content, tokens=args.max_tokens, salt=f"round {number}")
-                by_server[name].append(reply)
-    return by_server["off"], by_server["on"]
+                by_server[name].append(_ask(args, name, server, content, number, progress))
+    return by_server[ALONE], by_server[COMPRESSED]
+
+
+def _ask(
+    args: argparse.Namespace,
+    name: str,
+    server: Server,
+    content: str,
+    number: int,
+    progress: Progress,
+) -> Reply:
+    """One request, shown while it is computed and answered."""
+    with progress.step(
+        f"{name}, request {number} of {args.rounds}", "computing the prompt"
+    ) as step:
+
+        def tell(count: int) -> None:
+            step.state = f"{count} of {args.max_tokens} tokens"
+
+        return ask(server, content, tokens=args.max_tokens, salt=f"round {number}", on_tokens=tell)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,12 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     model = str(Path(args.model).resolve())
     if args.serve:
         line = command(model, args.port, [*common(args), *compression(args)])
-        os.execvpe(line[0], line, {**ENVIRONMENT, **os.environ})
+        os.execvpe(line[0], line, {**ENVIRONMENT, **os.environ, **environment()})
     # An exit unwinds the stack, so that the servers end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tokenizer = AutoTokenizer.from_pretrained(model)
     content = prompt(tokenizer, args.tokens, CHOSEN)
-    off, on = (summary(each, tokenizer) for each in replies(args, model, content))
+    progress = Progress(Console())
+    off, on = (summary(each, tokenizer) for each in replies(args, model, content, progress))
     console = Console(width=100, highlight=False, record=args.picture is not None)
     status = show(off, on, question=CHOSEN, method=args.method, budget=args.budget, console=console)
     if args.picture is not None:

@@ -1,7 +1,7 @@
 """One streamed chat request, timed by the client, and several of them as one run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -34,12 +34,20 @@ class Reply:
     compressed: Compressed | None
 
 
-def ask(server: Server, prompt: str, *, tokens: int, salt: str) -> Reply:
+def ask(
+    server: Server,
+    prompt: str,
+    *,
+    tokens: int,
+    salt: str,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Reply:
     """Stream an answer of exactly `tokens` tokens, greedily.
 
     Args:
         salt: keeps the prompt apart in the prefix cache; a salt that is new to the server has
             the whole prompt computed.
+        on_tokens: is told how many tokens of the answer have come, each time that some come.
     """
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
     ids: list[int] = []
@@ -67,6 +75,7 @@ def ask(server: Server, prompt: str, *, tokens: int, salt: str) -> Reply:
             if len(ids) < tokens // 4 <= len(ids) + len(came):
                 blocks = used_blocks(server)
             ids.extend(came)
+            on_tokens(len(ids))
         if event.usage:
             prompt_tokens = event.usage.prompt_tokens
     reports = server.compressed()[lines:]

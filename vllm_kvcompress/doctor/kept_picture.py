@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.errors import ConfigError
@@ -62,16 +63,40 @@ def save_picture(kept_map: KeptMap, path: Path) -> None:
     kept.set_xlim(0, max(kept_map.kept_tokens) * 1.12)
     kept.set_xlabel("tokens kept (per KV head)")
     kept.tick_params(axis="y", left=False, labelleft=False)
-    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
     for axes in (heat, kept):
-        axes.xaxis.set_major_formatter(thousands)
-        axes.tick_params(labelsize=8, colors=_QUIET, length=3)
-        axes.xaxis.label.set(size=9, color=_INK)
-        axes.yaxis.label.set(size=9, color=_INK)
-        for name, spine in axes.spines.items():
-            spine.set_visible(name == "bottom" or axes is heat)
-            spine.set(color=_RULE, linewidth=0.8)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        _style(axes, framed=axes is heat)
     kept.xaxis.set_major_locator(MaxNLocator(nbins=4))
+
+    _add_heading(figure, kept_map, image, left)
+    kept.annotate(
+        f"mean {kept_map.mean:,.0f}", xy=(kept_map.mean, 1), xycoords=("data", "axes fraction"),
+        xytext=(0, 4), textcoords="offset points", ha="center", size=8, color=_INK,
+    )  # fmt: skip
+    try:
+        figure.savefig(path, format="png")
+    except OSError as e:
+        raise ConfigError(f"--picture {path} cannot be written ({e})") from None
+
+
+def _style(axes: Any, *, framed: bool) -> None:
+    """Set colours and sizes; without a frame only the lower edge is drawn."""
+    axes.tick_params(labelsize=8, colors=_QUIET, length=3)
+    axes.xaxis.label.set(size=9, color=_INK)
+    axes.yaxis.label.set(size=9, color=_INK)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name == "bottom" or framed)
+        spine.set(color=_RULE, linewidth=0.8)
+
+
+def _add_heading(figure: Any, kept_map: KeptMap, image: Any, left: float) -> None:
+    """Write the title, the summary and the scale of the shades above the axes.
+
+    Args:
+        image: what the shades are of.
+        left: where the text begins, as a share of the figure's width.
+    """
+    height: float = figure.get_figheight()
 
     def inches_from_top(inches: float) -> float:
         return 1 - inches / height
@@ -90,11 +115,3 @@ def save_picture(kept_map: KeptMap, path: Path) -> None:
         left + 0.175, inches_from_top(1.03), f"of a layer's {kept_map.kv_heads} KV heads keep it",
         size=8.5, color=_QUIET,
     )  # fmt: skip
-    kept.annotate(
-        f"mean {kept_map.mean:,.0f}", xy=(kept_map.mean, 1), xycoords=("data", "axes fraction"),
-        xytext=(0, 4), textcoords="offset points", ha="center", size=8, color=_INK,
-    )  # fmt: skip
-    try:
-        figure.savefig(path, format="png")
-    except OSError as e:
-        raise ConfigError(f"--picture {path} cannot be written ({e})") from None

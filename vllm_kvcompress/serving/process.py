@@ -17,12 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # What was compressed is read from the log.
+    # The log tells which prompts were compressed, at this level.
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+"""The environment of a server of ours, over the one of this process."""
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""The variable that sets the size of the KV cache on a CPU, in GiB."""
 _LINE = re.compile(
     r"kv-compress: request=(?P<request>\S+) prompt_tokens=(?P<prompt>\d+)"
     r" kept_tokens=(?P<kept>[\d.]+) blocks_before=(?P<before>\d+) blocks_after=(?P<after>\d+)"
@@ -32,7 +34,15 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """One line of the engine's log: what became of a request's prompt."""
+    """What the engine's log says of one compressed prompt.
+
+    Args:
+        request: the request's id in the engine.
+        prompt_tokens: length of the prompt.
+        kept_tokens: tokens that a layer keeps, mean over layers.
+        blocks_before, blocks_after: KV blocks that the request held before and after.
+        layer_tokens: tokens that each layer keeps.
+    """
 
     request: str
     prompt_tokens: int
@@ -43,7 +53,7 @@ class Compressed:
 
 
 def compressed_requests(log: str) -> list[Compressed]:
-    """All requests that the log says were compressed, in order."""
+    """What `log` says of each compressed prompt, in its order."""
     return [
         Compressed(
             request=m["request"],
@@ -59,7 +69,13 @@ def compressed_requests(log: str) -> list[Compressed]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server."""
+    """A running server.
+
+    Args:
+        url: its address, without a path.
+        log: the file that it writes its output to.
+        process: the process that was started; it leads a process group of its own.
+    """
 
     url: str
     log: Path
@@ -80,10 +96,12 @@ class Server:
         return sum(float(sample.labels[label]) if label else sample.value for sample in samples)
 
     def compressed(self) -> list[Compressed]:
+        """What the log says of each prompt that was compressed up to now."""
         return compressed_requests(self.log.read_text(errors="replace"))
 
 
 def free_port() -> int:
+    """A TCP port of loopback on which nothing listens now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
@@ -91,7 +109,7 @@ def free_port() -> int:
 
 
 def command(model: str, port: int, arguments: Sequence[str]) -> list[str]:
-    """The command line, with the ``vllm`` of this Python's environment."""
+    """The command line of a server on loopback, with the ``vllm`` of this Python's environment."""
     vllm = str(Path(sys.executable).with_name("vllm"))
     return [vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port), *arguments]
 
@@ -107,8 +125,17 @@ def serve(
 ) -> Iterator[Server]:
     """Start a server, wait until it is healthy, and end it with all its processes.
 
+    Args:
+        model: a folder, or a name on the hub that is in the hub's cache.
+        arguments: further flags of ``vllm serve``.
+        log: the file that takes what the server prints.
+        deadline_s: seconds within which the server must be healthy.
+        environment: variables for the server; they win over `ENVIRONMENT` and this process's.
+
     Raises:
-        RuntimeError: it ended or was not healthy within `deadline_s`; with the end of its log.
+        OSError: there is no ``vllm`` command in this Python's environment.
+        RuntimeError: the server ended, or was not healthy within `deadline_s`; the message has
+            the end of its log.
     """
     port = free_port()
     with log.open("w") as out:
