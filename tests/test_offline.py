@@ -347,7 +347,7 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy=None), "must be an object"),
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
-        (dict(policy={"compress": "h2o", "base": "tova"}), "is for the scorers"),
+        (dict(policy={"compress": "h2o", "base": "tova"}), "needs one of the scorers"),
         (dict(policy={"compress": "caote", "base": "cake"}), "caote.base must be one of"),
     ],
 )
