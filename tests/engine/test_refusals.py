@@ -152,10 +152,7 @@ def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
             *("parallel_config", "data_parallel_backend", "ray"),
             *("Ray actors", "--data-parallel-backend mp"),
         ),
-        (
-            *("attention_config", "use_non_causal", True),
-            *("only to those before it", "use_non_causal"),
-        ),
+        (*("attention_config", "use_non_causal", True), *("attend only to", "use_non_causal")),
         (
             *("model_config", "enable_return_routed_experts", True),
             *("looked up by its KV block", "--enable-return-routed-experts"),
