@@ -104,7 +104,10 @@ def test_caotes_window_is_its_bases(base, window):
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"compress": "h2o", "base": "tova"}, ("base='tova' is for", "'h2o'", "remove base")),
+        (
+            {"compress": "h2o", "base": "tova"},
+            ("base='tova' needs one of the scorers", "'h2o'", "remove base"),
+        ),
         ({"compress": "caote", "window": 1, "allocator": "cake"}, ("window to at least 2",)),
         ({"compress": "caote", "base": "tova", "scorer_params": {"base": "h2o"}}, ("twice",)),
         ({"compress": "dynamickv", "scorer": "streamingllm"}, ("ranks by position", "'uniform'")),
@@ -117,7 +120,7 @@ def test_caotes_window_is_its_bases(base, window):
         ({"allocator": "global", "allocator_params": {"r_max": 3}}, ("no parameter 'r_max'",)),
         ({"compress": "streamingllm", "selector": "chunks"}, ("ranks by position", "'topk'")),
         ({"compress": "chunkkv", "scorer": "lagkv"}, ("within partitions", "'topk'")),
-        ({"compress": "tova", "window": 0}, ("reads the attention of a window",)),
+        ({"compress": "tova", "window": 0}, ("reads the attention of an observation window",)),
         ({"compress": "chunkkv", "selector_params": {"szie": 3}}, ("did you mean 'size'",)),
         ({"compress": "chunkkv", "selector_params": {"shared": 1}}, ("must be a bool",)),
         ({"compress": "d2o", "allocator_params": {"skip_layers": 3}}, ("must be a tuple",)),

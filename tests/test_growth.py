@@ -85,9 +85,15 @@ def test_the_most_that_is_held(case):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"decode_interval": 64}, "decode_interval is of a decode budget, and none is given"),
-        ({"decode_window": 4}, "decode_window is of a decode budget, and none is given"),
-        ({"decode_budget": 8}, "decode_budget=8 tokens per layer cannot hold the window of 8"),
+        (
+            {"decode_interval": 64},
+            "--kv-decode-interval needs --kv-decode-budget; set it, or remove",
+        ),
+        ({"decode_window": 4}, "decode_window needs --kv-decode-budget; set it, or remove"),
+        (
+            {"decode_budget": 8},
+            "decode_budget=8 tokens per layer cannot hold the decode window of 8 tokens",
+        ),
         ({"decode_budget": 0}, "decode_budget"),
         ({"decode_budget": 12.5}, "decode_budget must be a whole number of tokens, got 12.5"),
         ({"decode_budget": True}, "decode_budget must be a whole number of tokens, got True"),

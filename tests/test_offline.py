@@ -339,7 +339,7 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy="off"), "must be a method"),
         (dict(policy="caek"), "did you mean 'cake'"),
         (dict(budget=1.5), "ratio in"),
-        (dict(budget=20), "cannot hold the window of 32"),
+        (dict(budget=20), "cannot hold the observation window of 32"),
         (dict(page_size=0), "page_size must be a whole number, at least 1"),
         (dict(page_size=2.0), "page_size must be a whole number"),
         (dict(scale=float("nan")), "scale must be a finite number"),
@@ -347,7 +347,7 @@ def test_layers_that_reuse_a_ranking_are_not_read():
         (dict(policy=None), "must be an object"),
         (dict(policy={"allocator": "dynamickv", "scorer": "random"}), "compares scores"),
         (dict(policy={"compress": "streamingllm", "selector": "chunks"}), "ranks by attention"),
-        (dict(policy={"compress": "h2o", "base": "tova"}), "is for the scorers"),
+        (dict(policy={"compress": "h2o", "base": "tova"}), "needs one of the scorers"),
         (dict(policy={"compress": "caote", "base": "cake"}), "caote.base must be one of"),
     ],
 )

@@ -171,7 +171,7 @@ GROWING = CompressionConfig.parse(
     ("asked", "reason", "words"),
     [
         ({"kv_decode_budget": 513}, "out_of_bounds", "at most 512 on this server, got 513"),
-        ({"kv_decode_budget": 4}, "invalid", "cannot hold the window of 4"),
+        ({"kv_decode_budget": 4}, "invalid", "cannot hold the decode window of 4 tokens"),
         ({"kv_decode_budget": True}, "invalid", "whole number of at least 2"),
         ({"kv_decode_budget": 0.5}, "invalid", "got 0.5"),
         ({"kv_decode_budget": None}, "invalid", "got None"),

@@ -114,9 +114,12 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"piece": 64}, "piece is of prompts that are packed piece by piece.*--kv-max-whole"),
+        ({"piece": 64}, "--kv-piece needs --kv-max-whole; set it, or remove --kv-piece"),
         ({"max_whole": 64, "min_prompt": 65}, "max_whole must be at least min_prompt=65.*got 64"),
-        ({"max_whole": 64, "piece": 8, "window": 8}, "piece must be above the window of 8, got 8"),
+        (
+            {"max_whole": 64, "piece": 8, "window": 8},
+            "piece must be above the observation window of 8, got 8",
+        ),
         ({"max_whole": 0}, "max_whole: .*greater than or equal to 1, got 0"),
         ({"max_whole": True}, "max_whole must be a whole number of tokens, got True"),
         ({"piece": 64.5, "max_whole": 64}, "piece must be a whole number of tokens, got 64.5"),

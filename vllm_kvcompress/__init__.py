@@ -4,9 +4,9 @@ import importlib.metadata
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, which stands in pyproject.toml alone: that of the installed package.
+    """Look up `__version__`, which only pyproject.toml states, in the installed package.
 
-    Looked up when it is asked for, since a source folder that is not installed has none.
+    It is looked up when it is asked for, since a source folder that is not installed has none.
     """
     if name == "__version__":
         try:

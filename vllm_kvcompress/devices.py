@@ -1,10 +1,10 @@
-"""How what the host knows reaches a device without the host waiting for it."""
+"""Copies from the host to a device that the host does not wait for."""
 
 import torch
 
 
 def to_device(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` on `device`, unless they are there already.
+    """Copy `values` to `device`, unless they are there already.
 
     A plain copy to a GPU waits until the GPU has come that far; one from pinned memory does not.
     """

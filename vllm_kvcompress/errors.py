@@ -16,11 +16,11 @@ class ConfigError(KVCompressError, ValueError):
 
 
 class OverrideError(ConfigError):
-    """A request asks for what it may not have, or for nothing that exists.
+    """A request asks for something that it may not have, or that does not exist.
 
     Args:
         reason: "not_allowed", "out_of_bounds" or "invalid".
-        message: one sentence, as of any ConfigError.
+        message: what must hold, what the request has, and what to do, in one sentence.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -32,8 +32,8 @@ class SeamError(KVCompressError, RuntimeError):
     """An extension point of the running vLLM differs from what we need, or cannot be imported.
 
     Args:
-        problem: what is not as it must be.
-        cure: what to do, where it is not part of `problem`.
+        problem: what must hold and what was found.
+        cure: what to do, unless `problem` says it.
     """
 
     def __init__(self, problem: str, cure: str = "") -> None:

@@ -279,7 +279,11 @@ def test_a_long_answer_is_bounded_while_it_grows_and_ends(server, client):
         (1024, "kv_decode_budget must be at most 512 on this server, got 1024"),
         (True, "kv_decode_budget must be a whole number of at least 2 tokens per layer, got 1"),
         ("256", "must be a whole number of at least 2 tokens per layer, got '256'"),
-        (4, "decode_budget=4 tokens per layer cannot hold the window of 8 and a token more"),
+        (
+            4,
+            "decode_budget=4 tokens per layer cannot hold the decode window of 8 tokens and one"
+            " more",
+        ),
     ],
 )
 def test_the_openai_client_hears_why_a_decode_budget_is_refused(client, asked, sentence):

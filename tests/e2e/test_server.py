@@ -174,7 +174,7 @@ def test_a_prompt_four_times_the_pool_is_answered(server, client, text, demo_mod
     assert server.metric("vllm:kv_compress_packed_pieces_total") == before + 13
     assert server.metric("vllm:num_preemptions_total") == 0
     for stream in (False, True):
-        with pytest.raises(BadRequestError, match="it is to stand whole") as refusal:
+        with pytest.raises(BadRequestError, match="it must stand whole") as refusal:
             client.completions.create(
                 **options, stream=stream, extra_body={"vllm_xargs": {"kv_compress": "off"}}
             )

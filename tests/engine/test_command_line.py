@@ -140,7 +140,10 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
             ["--kv-compress", "tova", "--kv-budget", "20", "--kv-allow-override", "snapkv"],
             "allow_override='snapkv': budget=20",
         ),
-        (["--kv-compress", "cake", "--kv-budget", "20"], "cannot hold the window of 32"),
+        (
+            ["--kv-compress", "cake", "--kv-budget", "20"],
+            "cannot hold the observation window of 32",
+        ),
         (
             ["--kv-compress", "cake", "--kv-compress-config", '{"budgit": 1}'],
             "did you mean 'budget'",

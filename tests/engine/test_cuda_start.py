@@ -73,10 +73,14 @@ def test_a_backend_that_vllm_chose_itself_is_refused_by_name(checkpoints_folder)
 def test_the_v1_runner_on_cuda_is_refused(cuda, monkeypatch):
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ConfigError, match="Model Runner V2 alone; unset VLLM_USE_V2_MODEL_RUNNER"):
+    with pytest.raises(
+        ConfigError, match="only on Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER"
+    ):
         configure(cuda.config, CAKE)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    with pytest.raises(ConfigError, match="alone; remove the option that vLLM's log says V2 does"):
+    with pytest.raises(
+        ConfigError, match="only on Model Runner V2; remove the option that vLLM's log says V2 does"
+    ):
         configure(cuda.config, CAKE)
 
 
@@ -100,7 +104,7 @@ def test_graphs_are_what_the_configured_flash_attention_can(monkeypatch, version
 def test_other_chips_are_refused(cuda):
     cuda.platform.is_cuda = lambda: False
     cuda.platform.device_name = "rocm"
-    with pytest.raises(ConfigError, match="on CUDA and on CPUs, this is rocm"):
+    with pytest.raises(ConfigError, match="on CUDA and on CPUs, and this is rocm"):
         configure(cuda.config, CAKE)
 
 
@@ -191,7 +195,9 @@ def test_compression_leaves_cudas_defaults_on(checkpoints_folder, gpu, first_of_
     )
     line = next((x for x in done.stdout.splitlines() if x.startswith("DECIDED ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "attention backend FLASH_ATTN, since none was asked for" in done.stdout + done.stderr
+    assert (
+        "the attention backend is FLASH_ATTN, since none was asked for" in done.stdout + done.stderr
+    )
     found = json.loads(line.removeprefix("DECIDED "))
     assert found.pop("flash_attention") in versions
     assert found == {

@@ -152,7 +152,7 @@ def test_trap_10_trap_11_options_that_cannot_work(model, options, reason, cure):
             *("parallel_config", "data_parallel_backend", "ray"),
             *("Ray actors", "--data-parallel-backend mp"),
         ),
-        (*("attention_config", "use_non_causal", True), *("before it alone", "use_non_causal")),
+        (*("attention_config", "use_non_causal", True), *("attend only to", "use_non_causal")),
         (
             *("model_config", "enable_return_routed_experts", True),
             *("looked up by its KV block", "--enable-return-routed-experts"),
@@ -372,7 +372,7 @@ def test_an_untested_vllm_is_refused(model, version, monkeypatch):
         ({"compress": "cake", "budget": 1.5}, "got 1.5"),
         ({"compress": "cake", "budget": "ten"}, "got 'ten'"),
         ({"compress": "cake", "budget": float("nan")}, "got nan"),
-        ({"compress": "cake", "budget": 32}, "cannot hold the window of 32"),
+        ({"compress": "cake", "budget": 32}, "cannot hold the observation window of 32"),
         ("cake", "must be an object"),
     ],
 )

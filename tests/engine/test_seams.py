@@ -106,8 +106,8 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         ),
         (
             "import vllm.no_such_part",
-            "vLLM 0.33.0 lacks its own module vllm.no_such_part; install vLLM 0.33.0 again, it is"
-            " not whole",
+            "vLLM 0.33.0 lacks its own module vllm.no_such_part; install vLLM 0.33.0 again: it is"
+            " incomplete",
         ),
         (
             "from json import no_such_name",

@@ -48,29 +48,29 @@ _FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
 class CompressionConfig(DecodeSettings, PieceSettings):
     """Settings of one engine, frozen and hashable.
 
-    On the command line ``--kv-compress``, ``--kv-budget``, ``--kv-window`` and
-    ``--kv-min-prompt``; every field through ``--kv-compress-config JSON`` or
-    ``additional_config={"kvcompress": {...}}``. Use `parse`: it says in one sentence what is wrong.
+    Every field is a key of ``--kv-compress-config JSON`` and of
+    ``additional_config={"kvcompress": {...}}``; those of `FLAGS` in engine/startup/cli_args.py are
+    flags too. Use `parse`: it says in one sentence what is wrong.
     """
 
     compress: str = "off"
-    """Preset: off, a name in PRESETS, or custom: `allocator`, `scorer` and `selector` alone."""
+    """off, a name in PRESETS, or custom, whose parts are `allocator`, `scorer` and `selector`."""
     budget: float | int = 0.2
     """Ratio of the prompt in (0, 1], or a whole number of tokens per layer; window included."""
     window: int | None = Field(default=None, ge=0, le=MAX_WINDOW)
-    """Observation window in tokens, always kept; None takes the preset's."""
+    """Observation window: last tokens of a prompt, always kept; None takes the preset's."""
     min_prompt: int = Field(default=1024, ge=0)
-    """Prompts shorter than this, in tokens, are left whole."""
+    """Prompts of fewer tokens are left whole."""
     min_output: int = Field(default=2, ge=2)
-    """Requests for fewer tokens than this are left whole; with one token nobody would read it."""
+    """Requests for fewer tokens are left whole; an answer of one token reads nothing back."""
     pressure: float = Field(default=0.0, ge=0, le=1)
-    """Share of the pool in use, the prompt included, under which it is left whole."""
+    """A prompt is left whole while less of the pool is in use, the prompt included."""
     allow_override: tuple[str, ...] = ()
-    """Methods that a request may ask for instead, off among them if it may; "all" of them."""
+    """Methods that a request may ask for instead, off among them if it may opt out; or "all"."""
     budget_bounds: tuple[Bounds, ...] = ()
-    """Least and most that a request may ask for: of ratios, of tokens or of both."""
+    """Smallest and largest budget that a request may ask for, as ratios, as tokens or as both."""
     alias: tuple[Alias, ...] = ()
-    """Further names of the model and what they stand for: ``{"llama@kv0.2": "cake:0.2"}``."""
+    """Further names of the model, each with what it stands for: ``{"llama@kv0.2": "cake:0.2"}``."""
     usage: bool = False
     """Say in the usage of a compressed answer what was kept."""
     allocator: str | None = None
@@ -78,11 +78,11 @@ class CompressionConfig(DecodeSettings, PieceSettings):
     scorer: str | None = None
     """Which tokens matter; None takes the preset's."""
     base: str | None = None
-    """What caote and fastcaote take their weights from: snapkv, tova or h2o."""
+    """The scorer from which caote and fastcaote take their weights: snapkv, tova or h2o."""
     selector: str | None = None
-    """From scores to positions; None takes the preset's."""
+    """How scores become positions; None takes the preset's."""
     merge: Merge | None = None
-    """Fold evicted tokens into their nearest kept ones (D2O), or their "values" alone, which
+    """Fold evicted tokens into their nearest kept ones (D2O), or only their "values", which
     leaves keys as they are; None takes the preset's."""
     allocator_params: Params = ()
     """Parameters of the allocator, as an object: ``{"beta": 10}``."""
@@ -156,8 +156,8 @@ class CompressionConfig(DecodeSettings, PieceSettings):
     def _fits_together(self) -> "CompressionConfig":
         if self.budget_bounds and not self.allow_override:
             raise ConfigError(
-                "budget_bounds says what requests may ask for, and they may ask for nothing; add"
-                " allow_override (--kv-allow-override all), or remove budget_bounds"
+                "budget_bounds needs allow_override, without which requests may ask for nothing;"
+                " add --kv-allow-override all, or remove budget_bounds"
             )
         for name in self.allow_override:
             try:
@@ -174,7 +174,7 @@ class CompressionConfig(DecodeSettings, PieceSettings):
         parts, window = self.parts, self.resolved_window
         if self.base is not None and parts.scorer not in CAOTES:
             raise ConfigError(
-                f"base={self.base!r} is for the scorers {sorted(CAOTES)}, and the scorer is"
+                f"base={self.base!r} needs one of the scorers {sorted(CAOTES)}, got"
                 f" {parts.scorer!r}; remove base, or set scorer to caote"
             )
         if self.base is not None and dict(self.scorer_params).get("base", self.base) != self.base:
@@ -187,27 +187,25 @@ class CompressionConfig(DecodeSettings, PieceSettings):
         reads = allocator.reads | scorer.reads
         if window < 1 and Reads.WINDOW in scorer.reads:
             raise ConfigError(
-                f"scorer {self.parts.scorer!r} reads the attention of a window;"
+                f"scorer {self.parts.scorer!r} reads the attention of an observation window;"
                 f" set window to at least 1, got {window}"
             )
         if window < 2 and Reads.VARIANCE in reads:
-            raise ConfigError(
-                f"CAKE needs a variance over the window; set window to at least 2, got {window}"
-            )
+            raise ConfigError(f"CAKE needs a variance; set window to at least 2, got {window}")
         least = 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
         self.refuse_decode_nonsense(self.resolved_decode_window, least)
         self.refuse_piece_nonsense(window, self.min_prompt)
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
             raise ConfigError(
-                f"budget={self.budget} tokens per layer cannot hold the window of {window} and a"
-                f" token more; set budget above {window}, or a smaller window{hint}"
+                f"budget={self.budget} tokens per layer cannot hold the observation window of"
+                f" {window} and one token more; set budget above {window}, or window below{hint}"
             )
         return self
 
     @classmethod
     def parse(cls, raw: Any) -> "CompressionConfig":
-        """Check settings as a user writes them.
+        """Make settings of what a user wrote.
 
         Raises:
             ConfigError: one sentence with the key, what must hold, what was given and what to do.
@@ -251,18 +249,18 @@ class CompressionConfig(DecodeSettings, PieceSettings):
 
     @property
     def enabled(self) -> bool:
-        """Whether prompts are compressed that ask for nothing."""
+        """Whether requests that ask for nothing are compressed."""
         return self.compress != "off"
 
     @property
     def active(self) -> bool:
-        """Whether any prompt can be compressed."""
+        """Whether any request can be compressed."""
         on_request = {*self.allow_override, *(alias.method for alias in self.alias)}
         return self.enabled or bool(on_request - {"off"})
 
     @property
     def variants(self) -> tuple["CompressionConfig", ...]:
-        """What this engine may run: its own, each allowed method, and what aliases stand for."""
+        """The settings that requests may get: the engine's own, and each method's and alias's."""
         others = [name for name in self.allow_override if name not in {"off", self.compress}]
         named = [self.granted(alias) for alias in self.alias]
         requested = [*(self.variant(name) for name in others), *(each for each in named if each)]
@@ -281,8 +279,8 @@ class CompressionConfig(DecodeSettings, PieceSettings):
     ) -> "CompressionConfig":
         """These settings with another method or budget.
 
-        A method other than this one's own is its preset: the parts, parameters and window of the
-        engine's method do not carry over to it.
+        A method other than this one's own runs as its preset: the parts, parameters and window of
+        the engine's method do not carry over to it.
 
         Raises:
             ConfigError: the budget does not fit the method.
@@ -299,7 +297,7 @@ class CompressionConfig(DecodeSettings, PieceSettings):
 
     @property
     def _base(self) -> str:
-        """What a caote scorer takes its weights from."""
+        """The scorer from which a caote scorer takes its weights."""
         return self.base or str(dict(self.scorer_params).get("base", "snapkv"))
 
     @property
@@ -333,7 +331,7 @@ class CompressionConfig(DecodeSettings, PieceSettings):
 
     @property
     def resolved_decode_window(self) -> int:
-        """Queries of an answer that judge what is held, in tokens."""
+        """Decode window in tokens."""
         usual = min(self.resolved_window, USUAL_WINDOW)
         return usual if self.decode_window is None else self.decode_window
 
@@ -367,9 +365,9 @@ class CompressionConfig(DecodeSettings, PieceSettings):
         return max(math.floor(share), self.resolved_window + 1)
 
     def page_plan(self, num_layers: int, tokens: int, block_size: int) -> PagePlan | None:
-        """What becomes of a prompt of `tokens`: None when it is left whole.
+        """The plan for a prompt of `tokens`; None when it is left whole.
 
-        Because it is shorter than `min_prompt`, or because the budget keeps all its full blocks.
+        It is left whole if it is shorter than `min_prompt`, or if the budget keeps all full blocks.
         """
         if tokens < max(self.min_prompt, 1):
             return None

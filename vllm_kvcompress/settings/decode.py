@@ -1,4 +1,4 @@
-"""What bounds the memory of an answer while it grows: opt-in, and off unless a budget is given."""
+"""Settings that bound the memory of an answer while it grows; off unless a budget is given."""
 
 from typing import Any
 
@@ -7,20 +7,22 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from vllm_kvcompress.errors import ConfigError
 
 USUAL_WINDOW = 8
-"""Queries of an answer that judge what is held; a method whose own window is smaller takes that."""
+"""Longest decode window in tokens, unless one is given: a method with a smaller observation window
+takes that."""
 
 
 class DecodeSettings(BaseModel):
-    """Part of an engine's settings (`CompressionConfig`)."""
+    """The settings of `CompressionConfig` that concern answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     decode_budget: int | None = Field(default=None, ge=1)
-    """Mean tokens per layer that a request holds while its answer grows; None lets it grow."""
+    """Mean tokens per layer that a request holds while it answers; None lets its answer grow."""
     decode_interval: int = Field(default=128, ge=1)
-    """Tokens that are generated before what is held is packed again; a multiple of the block."""
+    """Tokens of an answer after which its request is packed again; a multiple of the KV block."""
     decode_window: int | None = Field(default=None, ge=0, le=128)
-    """Last tokens whose queries judge what is held, always kept; None: the method's, at most 8."""
+    """Last tokens of an answer, always kept, whose queries judge the tokens that are held. None
+    takes the method's observation window, at most 8."""
 
     @field_validator("decode_budget", mode="before")
     @classmethod
@@ -39,19 +41,17 @@ class DecodeSettings(BaseModel):
         """Check the settings against each other.
 
         Args:
-            window: the queries that judge.
-            least: that the method needs.
+            window: the decode window in tokens.
+            least: smallest decode window that the method can judge by.
 
         Raises:
-            ConfigError: one sentence with what must hold.
+            ConfigError: with what must hold, what was given, and what to do.
         """
         if self.decode_budget is None:
-            for key in ("decode_interval", "decode_window"):
+            names = {"decode_interval": "--kv-decode-interval", "decode_window": "decode_window"}
+            for key, name in names.items():
                 if key in self.model_fields_set:
-                    raise ConfigError(
-                        f"{key} is of a decode budget, and none is given; add --kv-decode-budget,"
-                        f" or remove {key}"
-                    )
+                    raise ConfigError(f"{name} needs --kv-decode-budget; set it, or remove {name}")
             return
         if window < least:
             raise ConfigError(
@@ -61,10 +61,11 @@ class DecodeSettings(BaseModel):
         if window > self.decode_interval:
             raise ConfigError(
                 f"decode_window must be at most decode_interval={self.decode_interval}, got"
-                f" {window}; only queries of the answer since then are kept"
+                f" {window}; set decode_window to {self.decode_interval} or less, since only the"
+                " queries of one interval are kept"
             )
         if self.decode_budget <= window:
             raise ConfigError(
-                f"decode_budget={self.decode_budget} tokens per layer cannot hold the window of"
-                f" {window} and a token more; set decode_budget above {window}"
+                f"decode_budget={self.decode_budget} tokens per layer cannot hold the decode"
+                f" window of {window} tokens and one more; set decode_budget above {window}"
             )

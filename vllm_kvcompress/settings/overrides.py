@@ -1,4 +1,4 @@
-"""What one request may ask for: ``vllm_xargs`` of the OpenAI API, ``SamplingParams.extra_args``."""
+"""What a request may ask for, in ``vllm_xargs`` or in ``SamplingParams.extra_args``."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -14,15 +14,15 @@ DECODE_BUDGET = "kv_decode_budget"
 _KEYS = (COMPRESS, BUDGET, DECODE_BUDGET)
 _OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 _LONGEST = 24
-"""Letters of a key that are compared with ours, in case it is one of them misspelt."""
+"""Letters of an unknown key that are compared with our keys, to find one that was misspelt."""
 
 
 def settings_for(
     settings: CompressionConfig | None, extra_args: Mapping[str, Any] | None
 ) -> CompressionConfig | None:
-    """The settings of one request; None when it is not to be compressed.
+    """The settings of one request; None when its prompt is left whole.
 
-    What it asks for wins over what its alias stands for, and that over the engine's.
+    The request's own keys win over what its alias stands for, and the alias over the engine's.
 
     Args:
         settings: the engine's; None when it runs without compression.
@@ -30,7 +30,7 @@ def settings_for(
             it asks for anything, and ``kv_alias`` if it came under one of the model's other names.
 
     Raises:
-        OverrideError: it asks for what it may not have, in one sentence.
+        OverrideError: the request asks for something that it may not have, or that does not exist.
     """
     if settings is not None and extra_args:
         _refuse_others(extra_args)
@@ -41,7 +41,7 @@ def settings_for(
             return None
         raise OverrideError(
             "not_allowed",
-            f"this server runs without KV-cache compression, and the request asks for {COMPRESS} or"
+            f"this server runs without KV-cache compression, but the request asks for {COMPRESS} or"
             f" {BUDGET}; remove them, or ask the operator for --kv-allow-override",
         )
     if named is not None and not isinstance(named, str):
@@ -54,15 +54,15 @@ def settings_for(
 def refuse_taken(
     settings: CompressionConfig, served: Iterable[str], adapters: Iterable[str]
 ) -> None:
-    """Refuse an alias that means something already.
+    """Refuse an alias whose name is taken.
 
     Args:
-        settings: with the aliases.
+        settings: the engine's, with its aliases.
         served: names that the model is served under.
         adapters: names of LoRA modules.
 
     Raises:
-        ConfigError: an alias is among them.
+        ConfigError: an alias has the name of the model or of a LoRA module.
     """
     taken = dict.fromkeys(adapters, "a LoRA module") | dict.fromkeys(served, "the model")
     for alias in settings.alias:
@@ -74,16 +74,16 @@ def refuse_taken(
 
 
 class LargestBudgets(NamedTuple):
-    """The largest budgets at which requests can come by one method."""
+    """The largest budgets with which requests can run one method."""
 
     granted: tuple[float | int, ...]
-    """Those that nobody has to name: the engine's own, and those that aliases stand for."""
+    """Budgets that no request has to name: the engine's own, and those that aliases stand for."""
     named: tuple[float | int, ...]
-    """The upper ends of what a request may name itself; empty where it may name nothing."""
+    """The largest budgets that a request may name itself; empty where it may name none."""
 
 
 def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
-    """What decides how much one request can take at most.
+    """The budgets that decide how much one request by `method` can take at most.
 
     Where a request may name a method, it may do so under any alias and leave the budget to that.
     A method that only an alias stands for keeps to this alias's own.
@@ -100,7 +100,7 @@ def largest_budgets(settings: CompressionConfig, method: str) -> LargestBudgets:
 
 
 def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
-    """Extra arguments that get a request the first of `settings.variants`; none if it need not ask.
+    """Extra arguments that get a request the first of `settings.variants`; perhaps none.
 
     Args:
         settings: of an engine that compresses something.
@@ -152,7 +152,7 @@ def _choice(
 
 
 def _refuse_others(extra_args: Mapping[str, Any]) -> None:
-    """A key that begins as ours do is one of ours, or vLLM's, or a mistake."""
+    """Refuse a key that begins as ours do and is neither ours nor vLLM's."""
     for key in extra_args:
         plain = key[:_LONGEST].lower().replace("-", "_")
         if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OF_VLLM:
@@ -196,7 +196,7 @@ def _override(
                 f" {COMPRESS}, one of {sorted(permitted - {'off'})}",
             )
         if compress is None:
-            why = "this server compresses only what asks for it"
+            why = "this server compresses only requests that ask for one"
             if alias is not None:
                 why = f"{alias.name!r} stands for off"
             raise OverrideError(
@@ -221,12 +221,12 @@ def _override(
 
 
 def _may_bound(settings: CompressionConfig, budget: int) -> None:
-    """Refuse a decode budget that a request may not have: it gets at most the engine's."""
+    """Refuse a decode budget above the engine's, or where the engine has none."""
     most = settings.decode_budget
     if most is None:
         raise OverrideError(
             "not_allowed",
-            f"this server does not bound answers, and the request asks for {DECODE_BUDGET};"
+            f"this server does not bound answers, but the request asks for {DECODE_BUDGET};"
             " remove it, or ask the operator for --kv-decode-budget",
         )
     if budget > most:

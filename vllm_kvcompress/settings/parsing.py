@@ -20,7 +20,7 @@ class Alias:
     Args:
         name: what clients write as `model`.
         method: "off", or the name of a preset.
-        budget: as of `parse_budget`; None with "off" alone.
+        budget: ratio or tokens, see `parse_budget`; None for "off", which has none.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Alias:
 
     @property
     def meaning(self) -> str:
-        """METHOD:BUDGET, or off."""
+        """Write ``METHOD:BUDGET``, or ``off``."""
         return self.method if self.budget is None else f"{self.method}:{self.budget}"
 
 
 def plain(value: Any) -> Any:
-    """Numbers of other libraries as Python's, lists as tuples."""
+    """Turn numbers of other libraries into Python's, and lists into tuples."""
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def parse_budget(value: Any) -> float | int:
-    """A ratio in (0, 1] or a whole number of tokens >= 1, from a number or its text.
+    """Read a ratio in (0, 1] or a whole number of tokens >= 1 from a number or its text.
 
     Raises:
         ConfigError: anything else.
@@ -77,7 +77,7 @@ def parse_budget(value: Any) -> float | int:
 
 
 def parse_methods(value: Any) -> tuple[str, ...]:
-    """Methods that requests may ask for: "all", a list, or names with commas between them.
+    """Read the methods that requests may ask for: "all", a list, or names separated by commas.
 
     Raises:
         ConfigError: a name is unknown, or no method at all is named.
@@ -87,7 +87,7 @@ def parse_methods(value: Any) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or (isinstance(value, str) and not value.strip()):
         raise ConfigError(
-            "allow_override must be all, or methods with commas between them such as off,snapkv;"
+            "allow_override must be all, or methods separated by commas such as off,snapkv;"
             f" got {value!r}"
         )
     names = tuple(dict.fromkeys("off" if part is False else str(part).strip() for part in parts))
@@ -97,7 +97,7 @@ def parse_methods(value: Any) -> tuple[str, ...]:
 
 
 def parse_merge(value: Any) -> Merge | None:
-    """Whether evicted tokens are folded into kept ones: a bool or its text, or "values"; or None.
+    """Read whether evicted tokens are folded: a bool or its text, "values", or None.
 
     Raises:
         ConfigError: anything else.
@@ -107,13 +107,13 @@ def parse_merge(value: Any) -> Merge | None:
     if isinstance(value, str) and value in _MERGES:
         return _MERGES[value]
     raise ConfigError(
-        'merge must be true, "values" to fold values alone and leave keys as they are, or false;'
+        'merge must be true, "values" to fold only values and leave keys as they are, or false;'
         f" got {value!r}"
     )
 
 
 def parse_bounds(value: Any) -> tuple[Bounds, ...]:
-    """Bounds of ratios, of tokens or of both, as ``0.05:0.5,256:4096`` or pairs in a list.
+    """Read bounds of ratios, of tokens or of both: ``0.05:0.5,256:4096``, or pairs in a list.
 
     Raises:
         ConfigError: a pair is not two budgets of one kind in order, or a kind is given twice.
@@ -141,10 +141,10 @@ def parse_bounds(value: Any) -> tuple[Bounds, ...]:
 
 
 def parse_aliases(value: Any) -> tuple[Alias, ...]:
-    """Further names of the model: ``NAME=METHOD:BUDGET``, a list of these, or an object.
+    """Read further names of the model: ``NAME=METHOD:BUDGET``, a list of these, or an object.
 
     Raises:
-        ConfigError: one is written otherwise, means nothing, or is there twice.
+        ConfigError: an alias is written otherwise, means nothing, or is given twice.
     """
     if isinstance(value, Mapping):
         pairs = [(name, meaning) for name, meaning in value.items()]

@@ -1,4 +1,4 @@
-"""What bounds the memory of a prompt while it is computed: opt-in, off unless a length is given."""
+"""Settings that bound the memory of a prompt while it is computed; off unless a length is given."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ USUAL_PIECE = 4096
 
 
 class PieceSettings(BaseModel):
-    """Part of an engine's settings (`CompressionConfig`)."""
+    """The settings of `CompressionConfig` that concern prompts in pieces."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_whole: int | None = Field(default=None, ge=1)
-    """Prompts longer than this, in tokens, are packed piece by piece; None: all stand whole."""
+    """Prompts of more tokens are packed piece by piece; with None every prompt stands whole."""
     piece: int = Field(default=USUAL_PIECE, ge=1)
-    """Tokens of a prompt between two packings; a multiple of the block."""
+    """Tokens of a prompt after which it is packed; a multiple of the KV block."""
 
     @field_validator("max_whole", mode="before")
     @classmethod
@@ -36,23 +36,20 @@ class PieceSettings(BaseModel):
         """Check the settings against each other.
 
         Args:
-            window: the method's queries that judge.
-            min_prompt: shorter prompts are left whole.
+            window: observation window in tokens.
+            min_prompt: prompts of fewer tokens are left whole.
 
         Raises:
-            ConfigError: one sentence with what must hold.
+            ConfigError: with what must hold, what was given, and what to do.
         """
         if self.max_whole is None:
             if "piece" in self.model_fields_set:
-                raise ConfigError(
-                    "piece is of prompts that are packed piece by piece, and none is; add"
-                    " --kv-max-whole, or remove piece"
-                )
+                raise ConfigError("--kv-piece needs --kv-max-whole; set it, or remove --kv-piece")
             return
         if self.piece <= window:
             raise ConfigError(
-                f"piece must be above the window of {window}, got {self.piece}; set piece to"
-                f" {USUAL_PIECE}"
+                f"piece must be above the observation window of {window}, got {self.piece}; set"
+                f" piece to {USUAL_PIECE}"
             )
         if self.max_whole < min_prompt:
             raise ConfigError(

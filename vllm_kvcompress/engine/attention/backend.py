@@ -1,7 +1,7 @@
-"""Seam `attention`: the platform's attention backends, reading the flat page pool.
+"""Seam `attention`: the platform's attention backends, which read the flat page pool.
 
-Each backend's classes are vLLM's own with the mixins below before them: the builder adds what
-every layer reads to the batch's metadata, the implementation runs vLLM's attention on it.
+Each backend's classes are vLLM's own with the mixins below before them. The builder adds each
+layer's table and lengths to the batch's metadata; the implementation runs vLLM's attention on them.
 """
 
 from abc import ABC, abstractmethod
@@ -25,24 +25,24 @@ Backends = Mapping[AttentionBackendEnum, str]
 
 
 class BatchOrder(Protocol):
-    """The model runner's answer to: which request is in which row of the batch?"""
+    """The model runner's function that says which request is in which row of the batch."""
 
     def __call__(self, metadata: CommonAttentionMetadata) -> Sequence[str]: ...
 
 
 class LayerMetadata(Protocol):
-    """What each layer reads of a batch, by the layer's index on this worker."""
+    """The metadata of a batch for each layer, by the layer's index on this worker."""
 
     def __getitem__(self, layer: int, /) -> Any: ...
 
 
 def attach_layers(batch_metadata: Any, layers: LayerMetadata) -> None:
-    """Send each layer's own metadata with that of the batch, which is all that vLLM hands on."""
+    """Attach each layer's own metadata to that of the batch, the only one that vLLM hands on."""
     batch_metadata.kvcompress = layers
 
 
 def layers_of(batch_metadata: Any) -> LayerMetadata | None:
-    """Each layer's own metadata; None where the batch was built as vLLM builds it."""
+    """Read each layer's own metadata; None where the batch was built as vLLM builds it."""
     layers: LayerMetadata | None = getattr(batch_metadata, "kvcompress", None)
     return layers
 
@@ -54,7 +54,7 @@ def keeps_queries(batch_metadata: Any) -> bool:
 
 
 class CompressedBuilder:
-    """Mixin before a metadata builder: hands the batch to the compressor."""
+    """Mixin before a metadata builder, which hands the batch to the compressor."""
 
     _compressor: PromptCompressor | None = None
     _batch_order: BatchOrder
@@ -77,7 +77,7 @@ class CompressedBuilder:
     def _layers(
         pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
     ) -> LayerTables:
-        """What each layer reads in this step, and where the queries of growing answers go."""
+        """Find what each layer reads in this step, and where the queries of growing answers go."""
         found = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
         if pool.ring is not None:
             pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
@@ -87,7 +87,7 @@ class CompressedBuilder:
     def _follow(
         pool: PagePool, common: CommonAttentionMetadata, slots: list[int], batch_metadata: Any
     ) -> None:
-        """Where the queries of growing answers go, where every layer reads vLLM's own blocks."""
+        """Find where the queries of growing answers go, if all layers read vLLM's own blocks."""
         pool.follow(slots, common.seq_lens, len(slots))
         if pool.ring is not None:
             pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
@@ -97,7 +97,7 @@ class CompressedBuilder:
 class CompressedImpl(ABC):
     """Mixin before an attention implementation.
 
-    A layer with a sliding window is one too, and is never bound.
+    Layers with a sliding window have this class too, and are never bound to a compressor.
 
     Raises:
         ConfigError: the layer uses something that compressed caches cannot serve; raised while
@@ -131,15 +131,15 @@ class CompressedImpl(ABC):
 
     @abstractmethod
     def layout(self, layer: Any, dtype: torch.dtype) -> Layout:
-        """How K and V lie inside the pages of this layer's cache.
+        """Say how K and V lie inside the pages of this layer's cache.
 
         Args:
-            layer: vLLM's attention layer, whose cache is there.
-            dtype: of the keys and values that the layer computes.
+            layer: vLLM's attention layer, whose cache was allocated.
+            dtype: dtype of the keys and values that the layer computes.
         """
 
     def bind(self, compressor: PromptCompressor, layer: int) -> None:
-        """Connect the layer to its worker; until then it runs as vLLM's."""
+        """Connect the layer to its worker's compressor; until then it runs as vLLM's."""
         self._compressor, self._layer = compressor, layer
 
     def forward(
@@ -164,7 +164,7 @@ class CompressedImpl(ABC):
         if compressor is None:
             return result
         if query.itemsize == 1:
-            # attention takes them quantised there; their scale is one of the layer's
+            # attention takes queries quantised there; their scale is one of the layer's
             query = query.to(compressor.queries_dtype)
         if keeps and compressor.pool.ring is not None:
             compressor.pool.ring.store(self._layer, query)
@@ -174,15 +174,15 @@ class CompressedImpl(ABC):
 
 
 def _default_dtype() -> str:
-    """What vLLM sets to the model's own dtype while it builds the model."""
+    """torch's default dtype, which vLLM sets to the model's while it builds the model."""
     return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 @contextmanager
 def override_backends(backends: Backends) -> Iterator[None]:
-    """While a compressing worker builds its model, its attention layers get our backends.
+    """Give our backends to the attention layers of the model that is built in this context.
 
-    The override ends with the block, so that another engine in the same process is not touched.
+    The override ends with the context, so that other engines in this process are not touched.
 
     Raises:
         SeamError: another plugin has put its own backend in one of these places.

@@ -107,17 +107,17 @@ class CompressedCPUBuilder(CompressedBuilder, CPUAttentionMetadataBuilder):
 
 
 class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
-    """CPU_ATTN's attention."""
+    """Attention of CPU_ATTN, over the page pool."""
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
-        """That of the kernels which vLLM chose for this processor and dtype, read off them.
+        """Read the layout off the kernels that vLLM chose for this processor and dtype.
 
         Raises:
-            ConfigError: they store keys and values in no order that can be found.
+            ConfigError: the kernels store keys and values in no order that can be found.
         """
         _, heads, block, width = layer.kv_cache.shape
 
-        # a quantised cache is told by what it holds at a scale of 1
+        # the layout of a quantised cache is found by what it holds at a scale of 1
         plain = SimpleNamespace(isa=layer.isa, _k_scale_float=1.0, _v_scale_float=1.0)
         float8 = FLOAT8_CACHES.get(self.kv_cache_dtype)
 
@@ -136,7 +136,7 @@ class CompressedCPUImpl(CompressedImpl, CPUAttentionBackendImpl):
 
 
 class CompressedCPUBackend(CPUAttentionBackend):
-    """CPU_ATTN with the two classes above."""
+    """CPU_ATTN with a compressing builder and implementation."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

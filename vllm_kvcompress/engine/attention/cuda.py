@@ -37,10 +37,10 @@ from vllm_kvcompress.engine.pages import layouts as kv_layouts
 
 
 class _PerLayer:
-    """Each layer's metadata: the batch's, with the layer's own table and lengths.
+    """Metadata for each layer: the batch's, with the layer's own table and lengths.
 
     Args:
-        batch: vLLM's metadata.
+        batch: vLLM's metadata of the batch.
         tables: per layer ``[R, W]`` int32.
         lengths: per layer ``[R]`` int32.
     """
@@ -65,7 +65,7 @@ class _PersistentBuilder(CompressedBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """vLLM's metadata of the batch, and every layer's own (see `_PerLayer`).
+        """Build vLLM's metadata of the batch, with every layer's own (see `_PerLayer`).
 
         FlashAttention 3 can be given a work plan that was made ahead for one vector of lengths.
         Layers differ in theirs, so none is made (``fast_build``): each call plans for the lengths
@@ -84,23 +84,23 @@ class _PersistentBuilder(CompressedBuilder):
 
 
 class CompressedFlashBuilder(_PersistentBuilder, FlashAttentionMetadataBuilder):
-    """FLASH_ATTN's builder."""
+    """Builder of FLASH_ATTN's metadata, over the page pool."""
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """As vLLM's, of the version that is configured: vLLM looks when its module is imported."""
+        """Answer for the FlashAttention version configured now; vLLM asks when it is imported."""
         if get_flash_attn_version() == 3:
             return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
 
 
 class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder):
-    """TRITON_ATTN's builder."""
+    """Builder of TRITON_ATTN's metadata, over the page pool."""
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """As vLLM does: a capture over the longest lengths would take very long."""
+        """Capture with lengths of 1, as vLLM does: the longest lengths would take very long."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
         if isinstance(own := layers_of(metadata), _PerLayer):
             for lengths in own.lengths:
@@ -109,21 +109,21 @@ class CompressedTritonBuilder(_PersistentBuilder, TritonAttentionMetadataBuilder
 
 
 class CompressedFlashImpl(CompressedImpl, FlashAttentionImpl):
-    """FLASH_ATTN's attention."""
+    """Attention of FLASH_ATTN, over the page pool."""
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED
 
 
 class CompressedTritonImpl(CompressedImpl, TritonAttentionImpl):
-    """TRITON_ATTN's attention."""
+    """Attention of TRITON_ATTN, over the page pool."""
 
     def layout(self, layer: Any, dtype: torch.dtype) -> kv_layouts.Layout:
         return kv_layouts.INTERLEAVED
 
 
 class CompressedFlashBackend(FlashAttentionBackend):
-    """FLASH_ATTN with the classes above."""
+    """FLASH_ATTN with a compressing builder and implementation."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -135,7 +135,7 @@ class CompressedFlashBackend(FlashAttentionBackend):
 
 
 class CompressedTritonBackend(TritonAttentionBackend):
-    """TRITON_ATTN with the classes above."""
+    """TRITON_ATTN with a compressing builder and implementation."""
 
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:

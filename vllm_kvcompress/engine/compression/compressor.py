@@ -338,8 +338,8 @@ class PromptCompressor:
             return None
         if not step.laid_out:
             raise RuntimeError(
-                f"the step ran without packing {step.plan.request_ids}: the attention backend's"
-                " metadata builder was not called"
+                f"the step ran without its compressions of {list(step.plan.request_ids)}: the"
+                " attention backend's metadata builder was not called"
             )
         if step.spans and step.layers_watched != self.packer.num_layers:
             raise RuntimeError(

@@ -1,1 +1,1 @@
-"""What runs where requests are taken: their settings, names, figures, and usage."""
+"""Code for the process that takes requests: overrides, aliases, metrics and usage."""

@@ -1,8 +1,8 @@
-"""Seam `aliases`: the model also answers under the operator's other names, compressed as they say.
+"""Seam `aliases`: the model also answers under the operator's further names.
 
-vLLM holds the names in a list, which is made longer: it checks, lists and refuses as it does for
-its own. A request that comes under an alias takes the name along in its extra arguments, where
-the scheduler looks for what a request asks for.
+The aliases are added to vLLM's list of names, so that vLLM checks, lists and refuses them as it
+does its own. A request that comes under an alias carries the name in its extra arguments, where the
+scheduler looks for the settings of a request.
 """
 
 import functools
@@ -19,7 +19,7 @@ from vllm_kvcompress.settings.overrides import ALIAS, refuse_taken
 _INSTALLED = "_kvcompress_aliases_installed"
 _NAMES = "_kvcompress_aliases"
 
-# what the request that this task answers was addressed to; None for a name of vLLM's
+# the alias to which this task's request is addressed; None for a name of vLLM's
 _addressed: ContextVar[str | None] = ContextVar("kvcompress_addressed", default=None)
 
 
@@ -27,11 +27,11 @@ def resolve(models: Any, request: Any) -> None:
     """Write the alias that a request is addressed to into its extra arguments.
 
     Safe to call twice. Nothing is written into a request under another name, or into one that has
-    no room for extra arguments: it counts or reads tokens and compresses nothing.
+    no room for extra arguments: such a request counts or reads tokens, and compresses nothing.
 
     Args:
         models: the server's `OpenAIServingModels`.
-        request: of any endpoint that takes a model's name.
+        request: a request to any endpoint that takes a model's name.
     """
     name = getattr(request, "model", None)
     if name not in getattr(models, _NAMES, ()):

@@ -1,8 +1,8 @@
-"""Seam `api`: what a request asks for is checked before anything of it runs.
+"""Seam `api`: check what a request asks for before anything of it runs.
 
-A wrong value is an HTTP 400 on every endpoint, streaming or not. vLLM checks a request's
-parameters when its generator is first asked, and a stream has answered 200 by then; so the check
-stands where the generator is made. Offline, and for whatever comes another way, it stands again
+A wrong value is answered with HTTP 400 on every endpoint, streaming or not. vLLM checks a request's
+parameters when its generator is first asked, and a stream has answered 200 by then; we therefore
+check where the generator is made. Offline, and for requests that come another way, we check again
 where vLLM turns parameters into a request.
 """
 
@@ -41,8 +41,9 @@ class _Policy:
 
     Args:
         settings: the engine's; None when nothing can be compressed.
-        switched_off: it says so itself. Then requests may ask for what they like, so that no
-            client needs a change when an operator goes back to ``--kv-compress off``.
+        switched_off: whether the operator gave ``--kv-compress off`` and allows nothing else. Then
+            requests may ask for anything, so that no client needs a change when an operator goes
+            back to that.
     """
 
     settings: CompressionConfig | None
@@ -53,14 +54,14 @@ _policies: WeakKeyDictionary[InputProcessor, _Policy] = WeakKeyDictionary()
 
 
 def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a request that asks for what it may not have; nothing happens to any other.
+    """Refuse a request that asks for something that it may not have.
 
     Args:
-        processor: of the engine that is asked; its configuration says what is allowed.
+        processor: the engine's, whose configuration says what is allowed.
         extra_args: the request's ``vllm_xargs``, or its sampling parameters' `extra_args`.
 
     Raises:
-        VLLMValidationError: which vLLM's server answers with status 400.
+        VLLMValidationError: the request is refused; vLLM's server answers it with status 400.
     """
     if not extra_args:
         return
@@ -84,7 +85,7 @@ def _policy(processor: InputProcessor) -> _Policy:
 
 
 def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> None:
-    """`check`, and whether the pool can hold the prompt, where its tokens are known."""
+    """Run `check`, and `check_room` where the prompt's tokens are known."""
     extra_args = getattr(params, "extra_args", None)
     check(processor, extra_args)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
@@ -121,7 +122,7 @@ def install() -> None:
 
 
 def _checking(answer: Any) -> Any:
-    """A handler of the server that looks at the request first.
+    """Wrap a handler of the server, so that the request is checked first.
 
     Responses make their generator within the stream, and beam search drops the extra arguments.
     """

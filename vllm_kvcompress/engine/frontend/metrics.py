@@ -1,6 +1,6 @@
-"""Seam `metrics`: what compression does, on vLLM's own ``/metrics``.
+"""Seam `metrics`: count what compression does, on vLLM's own ``/metrics``.
 
-A stat logger of vLLM's interface, put before vLLM's own in each process that has some: the
+Our stat logger has vLLM's interface and is put before vLLM's own in each process that has some. The
 scheduler's figures travel where a KV connector's would, and must be taken off before vLLM's
 loggers look there for a connector, which compression refuses. It is not an entry point in
 ``vllm.stat_logger_plugins``, because vLLM would load that with compression off too, switch
@@ -33,7 +33,7 @@ REFUSALS = ("not_allowed", "out_of_bounds", "invalid", "too_long")
 
 
 class Counted(NamedTuple):
-    """A counter: its further label, what it says, and what a scheduler reports for it.
+    """A counter: its further label, its help text, and the figure that it adds up.
 
     `read` gives a count, or with a label a count for each of its values.
     """
@@ -61,11 +61,13 @@ COUNTERS: Mapping[str, Counted] = {
         "reason", "Prompts that were left whole, by reason.", lambda counts: counts["skipped"]
     ),
     "prompt_tokens": Counted(
-        "", "Tokens of compressed prompts, before.", lambda counts: counts["prompt_tokens"]
+        "",
+        "Tokens of compressed prompts before compression.",
+        lambda counts: counts["prompt_tokens"],
     ),
     "kept_tokens": Counted(
         "",
-        "Tokens of compressed prompts, after: the mean of their layers.",
+        "Tokens of compressed prompts after compression: the mean over their layers.",
         lambda counts: counts["kept_tokens"],
     ),
     "freed_blocks": Counted(
@@ -75,12 +77,12 @@ COUNTERS: Mapping[str, Counted] = {
     ),
     "packed_blocks": Counted(
         "",
-        "KV blocks taken for what compressed prompts keep.",
+        "KV blocks taken for the tokens that compressed prompts keep.",
         lambda counts: counts["packed_blocks"],
     ),
     "in_place_requests": Counted(
         "",
-        "Prompts packed into their own blocks: the pool had none free.",
+        "Prompts packed in place, into their own blocks, since the pool had none free.",
         lambda counts: counts["in_place"],
     ),
     "repacked_answers": Counted(
@@ -90,7 +92,7 @@ COUNTERS: Mapping[str, Counted] = {
     ),
     "freed_answer_blocks": Counted(
         "",
-        "KV blocks that went back to the pool by that.",
+        "KV blocks that went back to the pool when answers were packed again.",
         lambda counts: counts["answer_blocks"],
     ),
     "packed_pieces": Counted(
@@ -105,7 +107,7 @@ _model: list[str] = []
 
 
 def count_refusal(reason: str) -> None:
-    """One request was answered with an error, for one of REFUSALS."""
+    """Count a request that was answered with an error, by one of REFUSALS."""
     if _refusals is not None:
         _refusals.labels(*_model, reason).inc()
 
@@ -114,7 +116,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     """Counts what the schedulers of all engines report.
 
     Args:
-        vllm_config: of the server.
+        vllm_config: the server's configuration.
         engine_indexes: the engines whose statistics this process may hear of.
         settings: the engine's compression settings.
     """
@@ -184,7 +186,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         )
         budget = Gauge(
             "vllm:kv_compress_budget",
-            "What is kept of a prompt that asks for nothing: a ratio of it, or tokens per layer.",
+            "The server's own budget: a ratio of the prompt, or tokens per layer.",
             ["model_name", "engine", "unit"],
             multiprocess_mode="mostrecent",
         )
@@ -200,7 +202,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         _refusals, _model = (
             Counter(
                 "vllm:kv_compress_refused_requests",
-                "Requests answered with 400 for what they asked of compression, or of the pool.",
+                "Requests answered with 400 for their compression settings or the pool's size.",
                 ["model_name", "reason"],
             ),
             [model],
@@ -240,14 +242,14 @@ class CompressionStatLogger(AggregateStatLoggerBase):
                 child.observe(value)
 
     def log_engine_initialized(self) -> None:
-        """Nothing: `configure` has logged what is on."""
+        """Log nothing: `configure` has logged the settings."""
 
 
 def install() -> None:
     """Wrap ``StatLoggerManager.__init__``; safe to call twice.
 
-    Ours is made after vLLM's, which forgets all metrics that are there before its own, and asked
-    first.
+    Our logger is made after vLLM's, which unregisters all metrics before it makes its own, and is
+    called first.
     """
     if getattr(StatLoggerManager, _INSTALLED, False):
         return

@@ -1,7 +1,8 @@
-"""Seam `room`: a prompt that the KV cache can never hold is refused before anything of it runs.
+"""Seam `room`: refuse a prompt that the KV cache can never hold, before anything of it runs.
 
-vLLM promises that one longest sequence fits. Where prompts need not stand whole, sequences may be
-longer than the pool, and what is left whole may not fit: who asks for `off`, or for a large budget.
+vLLM makes sure that one longest sequence fits. Where long prompts are packed in pieces, sequences
+may be longer than the pool, and a prompt that is left whole may not fit, because the request asks
+for `off` or for a large budget.
 """
 
 from collections.abc import Mapping
@@ -23,16 +24,16 @@ def check_room(
     extra_args: Mapping[str, Any] | None,
     tokens: int | None,
 ) -> None:
-    """Refuse a prompt that takes more blocks than there are, at its largest.
+    """Refuse a prompt whose largest holding takes more blocks than the pool has.
 
     Args:
-        config: the engine's, with the pool's size once an engine has told it.
+        config: the engine's, which has the pool's size once the engine has reported it.
         settings: the engine's; None without compression.
-        extra_args: the request's, checked before.
+        extra_args: the request's, which `settings_for` has accepted.
         tokens: prompt length; None where it is not known yet.
 
     Raises:
-        VLLMValidationError: which vLLM's server answers with status 400.
+        VLLMValidationError: the prompt is refused; vLLM's server answers it with status 400.
     """
     total = config.cache_config.num_gpu_blocks
     if settings is None or settings.max_whole is None or not tokens or not total:
@@ -51,9 +52,9 @@ def check_room(
         return
     count_refusal("too_long")
     if pieces is None:
-        how = "it is to stand whole; ask for a method that compresses it, or send a shorter one"
+        how = "it must stand whole; ask for a method that compresses it, or send a shorter one"
     else:
-        how = "even packed piece by piece; ask for a smaller budget, or send a shorter one"
+        how = "even if it is packed piece by piece; ask for a smaller budget, or send a shorter one"
     raise VLLMValidationError(
         f"this prompt of {tokens} tokens takes {most} blocks of the KV cache, which has"
         f" {blocks}: {how}",

@@ -1,8 +1,8 @@
-"""Seam `usage`: a compressed answer's usage says what was kept of its prompt.
+"""Seam `usage`: say in a compressed answer's usage how much of its prompt was kept.
 
-The scheduler's news (`usage_notes`) are taken off vLLM's outputs as they come in, kept beside the
-request's own state, and put on each of its results as `kv_compress`. Whoever answers an HTTP
-request collects them there, and writes them into the usage.
+The scheduler's notes (`usage_notes`) are taken off vLLM's outputs as they come in, kept with the
+request's own state, and put on each of its results as `kv_compress`. The handler of an HTTP request
+collects them there, and writes them into the usage.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ _KEPT = "_kvcompress_kept"
 
 @dataclass(slots=True)
 class Collected:
-    """What was kept of the prompts of one HTTP request, by vLLM's id of each."""
+    """The tokens kept of the prompts of one HTTP request, by vLLM's id of each prompt."""
 
     _kept: dict[str, Kept] = field(default_factory=dict)
 
     def note(self, output: Any) -> None:
-        """One result of vLLM's."""
+        """Collect what one result of vLLM's says."""
         if (kept := getattr(output, KEY, None)) is not None:
             self._kept[output.request_id] = kept
 
     def total(self) -> dict[str, Any] | None:
-        """What the usage is to say; None when every prompt was left whole.
+        """Add up what the usage must say; None when every prompt was left whole.
 
         Tokens are added up over the prompts, as vLLM adds up theirs. Choices of one prompt (n > 1)
         count once.
@@ -65,7 +65,7 @@ _collected: ContextVar[Collected | None] = ContextVar("kvcompress_collected", de
 
 
 def merge(kept: Kept, news: Kept) -> None:
-    """Bring what is known of a request up to date.
+    """Update what is known of a request's compression.
 
     Args:
         kept: what is known; results that were handed out hold the same object.
@@ -79,11 +79,11 @@ def merge(kept: Kept, news: Kept) -> None:
 
 
 def add_to(usage: Any, details: str, total: dict[str, Any]) -> None:
-    """Write into a usage of vLLM's what was kept.
+    """Write into a usage of vLLM's how much was kept.
 
     Args:
-        usage: of vLLM's, whose classes take further fields.
-        details: its field for what is said of the prompt.
+        usage: vLLM's usage, whose class takes further fields.
+        details: its field for details of the prompt.
         total: see `Collected.total`.
     """
     if getattr(usage, details) is None:
@@ -92,10 +92,10 @@ def add_to(usage: Any, details: str, total: dict[str, Any]) -> None:
 
 
 def with_usage(event: Any, collected: Collected) -> Any:
-    """A server-sent event with what was kept in its usage; any other as it is.
+    """Add to the usage in a server-sent event how much was kept; return other events as they are.
 
     Args:
-        event: of a stream, as text in OpenAI's form or something else.
+        event: an event of a stream: text in OpenAI's form, or anything else.
     """
     if not isinstance(event, str) or not event.startswith("data: ") or '"usage":{' not in event:
         return event
@@ -176,7 +176,7 @@ async def _noting(outputs: Any, collected: Collected) -> AsyncGenerator[Any, Non
 
 
 def _adding_usage(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of the server that collects, and tells in its answer or in each event of it."""
+    """Wrap a handler of the server, so that the usage in its answer or events says it."""
 
     @functools.wraps(answer)
     async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ async def _events_with_usage(events: Any, collected: Collected) -> AsyncGenerato
 
 
 def _adding_usage_to_responses(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Responses are finished, streamed or stored in one place, whichever way they were asked."""
+    """Wrap the one place where responses end, whether they are returned, streamed or stored."""
 
     @functools.wraps(answer)
     async def answering(self: Any, *args: Any, **kwargs: Any) -> Any:

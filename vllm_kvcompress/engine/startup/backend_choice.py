@@ -1,7 +1,7 @@
-"""The attention backend on CUDA, where nobody chose one: the first of ours that vLLM takes.
+"""Choose the attention backend on CUDA where nobody did: the first of ours that vLLM takes.
 
 vLLM's own first choice differs by GPU (FLASHINFER on data-centre Blackwell), and it chooses while
-it builds the model. Chosen here, before that, it is one that compression runs on.
+it builds the model. Here it is chosen before that, among those that compression runs on.
 """
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -16,7 +16,7 @@ logger = init_logger("vllm.kvcompress")
 
 
 def choose_backend(config: VllmConfig) -> None:
-    """Set ``--attention-backend`` where it is vLLM's to choose, and log it.
+    """Set ``--attention-backend`` where vLLM would choose it, and log the choice.
 
     Raises:
         ConfigError: vLLM takes none of ours for this model on this GPU.
@@ -37,7 +37,7 @@ def choose_backend(config: VllmConfig) -> None:
             attention.backend = None
             reasons.append(" ".join(str(e).split()))
             continue
-        logger.info("attention backend %s, since none was asked for", name)
+        logger.info("the attention backend is %s, since none was asked for", name)
         return
     raise ConfigError(
         f"--kv-compress works with the attention backends {list(CUDA_BACKENDS)}, and vLLM takes"

@@ -1,4 +1,4 @@
-"""Seam `cli_args`: ``--kv-compress`` and its companions on every vLLM command that serves.
+"""Seam `cli_args`: ``--kv-compress`` and its companions for every vLLM command that serves.
 
 The flags are folded into ``--additional-config`` as ``{"kvcompress": {...}}`` when vLLM turns the
 parsed arguments into EngineArgs: whatever the order of the flags, neither overwrites the other.
@@ -33,63 +33,69 @@ FLAGS = {
     "--kv-budget": (
         "budget",
         "BUDGET",
-        "What is kept: a ratio of the prompt in (0, 1], or a whole number of tokens per layer.",
+        "How much to keep: a ratio of the prompt in (0, 1], or a whole number of tokens per layer.",
     ),
     "--kv-window": (
         "window",
         "TOKENS",
-        "Last tokens of the prompt that score the others and are always kept.",
+        "Observation window: last tokens of a prompt, always kept, whose queries judge the others.",
     ),
     "--kv-min-prompt": (
         "min_prompt",
         "TOKENS",
-        "Prompts shorter than this are left whole.",
+        "Prompts of fewer tokens are left whole.",
     ),
     "--kv-min-output": (
         "min_output",
         "TOKENS",
-        "Requests for fewer tokens than this (max_tokens) are left whole.",
+        "Prompts of requests for fewer tokens (max_tokens) are left whole.",
     ),
     "--kv-pressure": (
         "pressure",
         "SHARE",
-        "Share of the KV pool in use, the prompt included, under which it is left whole.",
+        "A prompt is left whole while less than this share of the KV pool is in use, the prompt"
+        " included.",
     ),
     "--kv-decode-budget": (
         "decode_budget",
         "TOKENS",
-        "Tokens per layer that a request may hold while it answers; none: answers grow.",
+        "Tokens per layer that a request may hold while it answers; with none, answers grow.",
     ),
     "--kv-decode-interval": (
         "decode_interval",
         "TOKENS",
-        "Tokens of an answer after which it is packed again: a multiple of the KV block.",
+        "Tokens of an answer after which it is packed again to --kv-decode-budget: a multiple of"
+        " the KV block.",
     ),
     "--kv-max-whole": (
         "max_whole",
         "TOKENS",
-        "Prompts longer than this are packed piece by piece, and may be longer than the KV pool;"
-        " none: all stand whole.",
+        "Prompts of more tokens are packed piece by piece, and may be longer than the KV pool; with"
+        " none, every prompt stands whole until its prefill ends.",
     ),
     "--kv-piece": (
         "piece",
         "TOKENS",
-        "Tokens of such a prompt after which it is packed: a multiple of the KV block.",
+        "Tokens of a prompt above --kv-max-whole after which it is packed: a multiple of the KV"
+        " block.",
     ),
     "--kv-allow-override": (
         "allow_override",
         "METHODS",
-        "What requests may ask for in vllm_xargs.kv_compress: all, or methods with commas between.",
+        "Methods that requests may ask for in vllm_xargs.kv_compress: all, or a list separated by"
+        " commas.",
     ),
     "--kv-budget-bounds": (
         "budget_bounds",
         "MIN:MAX",
-        "What requests may ask for in vllm_xargs.kv_budget: 0.05:0.5, 256:4096 or both.",
+        "Budgets that requests may ask for in vllm_xargs.kv_budget: 0.05:0.5, 256:4096, or both"
+        " separated by a comma.",
     ),
     "--kv-alias": (
         "alias",
         "NAME=METHOD:BUDGET",
-        "Another name of the model, compressed so; NAME=off compresses nothing. May be repeated.",
+        "Another name of the model, whose requests are compressed this way; NAME=off compresses"
+        " none. May be repeated.",
     ),
 }
 _REPEATED = {"--kv-alias"}
@@ -97,9 +103,9 @@ _USAGE = ("--kv-usage", "usage")
 
 
 def _parsed_as(field: str) -> Callable[[str], Any]:
-    """An argparse type: what the text means, or the sentence of CompressionConfig that refuses it.
+    """Make an argparse type that reads one setting, or refuses it as CompressionConfig does.
 
-    From here on it is a value. `fold` checks it with the others and reads no text again.
+    `fold` checks the values together later, and reads no text again.
     """
 
     def parse(text: str) -> Any:
@@ -145,14 +151,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-usage",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Say in the usage of each compressed answer what was kept.",
+        help="Say in the usage of each compressed answer how much of its prompt was kept.",
     )
     group.add_argument(
         "--kv-compress-config",
         type=_json_object,
         metavar="JSON",
         default=None,
-        help="Every parameter of every method, as a JSON object; the flags above win over it.",
+        help="All settings and all parameters of methods, as a JSON object; the flags above win.",
     )
 
 
@@ -192,7 +198,7 @@ def _adapter_names(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def ending_the_command() -> Iterator[None]:
-    """What we refuse ends a command as argparse ends it: one sentence and status 2.
+    """End the command as argparse does, with one sentence and status 2, if we refuse something.
 
     Raises:
         SystemExit: in place of a KVCompressError.

@@ -1,4 +1,4 @@
-"""Seam `configure`: reads ``additional_config["kvcompress"]`` and selects our classes.
+"""Seam `configure`: read ``additional_config["kvcompress"]`` and select our classes.
 
 Runs once, in the process that builds the VllmConfig, before any model is loaded. Without the
 setting it returns vLLM's configuration untouched.
@@ -55,8 +55,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         )
     if scheduler.scheduler_cls not in {None, *SCHEDULERS.values()}:
         raise ConfigError(
-            f"--kv-compress brings its own scheduler, got {scheduler.scheduler_cls};"
-            " remove --scheduler-cls"
+            f"--kv-compress needs its own scheduler, got {scheduler.scheduler_cls}; remove"
+            " --scheduler-cls, or serve without --kv-compress"
         )
     if current_platform.is_cuda():
         # Imported here, since it loads the attention backends.
@@ -72,17 +72,17 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
 
 
 def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
-    """Log what is on, for the operator who reads the start of the log."""
+    """Log the settings for the operator who reads the start of the log."""
     logger.info(
-        "KV-cache compression is on: %s, budget %s, prompts from %d tokens",
-        settings.compress if settings.enabled else "only what asks for it",
+        "KV-cache compression is on: %s, budget %s, for prompts of at least %d tokens",
+        settings.compress if settings.enabled else "only requests that ask for it",
         settings.budget,
         settings.min_prompt,
     )
     if settings.allow_override:
         bounds = " or ".join(f"{low} to {high}" for low, high in settings.budget_bounds)
         logger.info(
-            "requests may ask for %s, budgets %s",
+            "requests may ask for %s, with budgets %s",
             ", ".join(settings.allow_override),
             bounds or "of any size",
         )
@@ -90,12 +90,13 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
         logger.info("the model also answers as %s", ", ".join(map(str, settings.alias)))
     if settings.pressure:
         logger.info(
-            "prompts are left whole below %g of the pool in use, the prompt included",
+            "prompts are left whole while less than %g of the pool is in use, the prompt included",
             settings.pressure,
         )
     if settings.decode_budget is not None:
         logger.info(
-            "answers are held to %d tokens per layer, packed again every %d tokens",
+            "requests hold at most %d tokens per layer while they answer, and are packed again"
+            " every %d tokens",
             settings.decode_budget,
             settings.decode_interval,
         )
@@ -108,7 +109,9 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
     for variant in settings.variants:
         parts = variant.parts
         if parameters := published(parts.allocator, settings.model, variant.budget):
-            logger.info("published for this model: %s %s", parts.allocator, parameters)
+            logger.info(
+                "parameters published for this model are used: %s %s", parts.allocator, parameters
+            )
         if Reads.COLUMN_SUMS in method_of(variant).reads and prefix_caching:
             logger.info(
                 "%s reads the attention of the whole prompt: prompts that it compresses fill the"
@@ -118,10 +121,10 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
 
 
 def _install_doors(settings: CompressionConfig) -> None:
-    """Check what requests ask for, and count, in this process, which takes requests.
+    """Install what checks requests and counts, in this process, which takes requests.
 
-    With compression off a vLLM that lacks the doors is served as it is; one that lacks what was
-    asked for by name is not.
+    With compression off, a vLLM that lacks these seams is served as it is. One that lacks the seam
+    of a setting that was given is refused.
 
     Raises:
         ConfigError: the model's names are looked up by a front end that is not vLLM's in Python.

@@ -1,4 +1,4 @@
-"""Why a module of vLLM cannot be imported, when the module is there and something else is not.
+"""Say why a module of vLLM that is there cannot be imported: what it needs is missing.
 
 Imports nothing of vLLM, so that it can also tell why vLLM itself cannot be imported.
 """
@@ -23,12 +23,14 @@ def is_gone(module: str, error: Exception) -> bool:
 
 
 def import_failure(error: Exception, vllm_version: str, module: str = "") -> SeamError:
-    """The error to raise where importing something of vLLM raised `error`.
+    """Make the error to raise where importing something of vLLM raised `error`.
 
     It says which package is missing or does not fit, and what to install.
 
     Args:
-        module: of vLLM, that was to be imported, where one was named.
+        error: what the import raised.
+        vllm_version: the version of vLLM.
+        module: the module of vLLM that was imported; "" if the caller names none.
     """
     cause = error
     # transformers raises its own error "from" the one that it met.
@@ -46,7 +48,7 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
     if package == "vllm":
         return SeamError(
             f"vLLM {vllm_version} lacks its own module {name}",
-            f"install vLLM {vllm_version} again, it is not whole",
+            f"install vLLM {vllm_version} again: it is incomplete",
         )
     cure = _cure(_requirement(package))
     if find_spec(package) is None:
@@ -60,7 +62,7 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
 
 
 def installed_vllm() -> str:
-    """The version of vLLM by its metadata, "" without any."""
+    """The version of vLLM by its metadata; "" where no vLLM is installed."""
     return next((installed for name in _BUILDS if (installed := _version(name))), "")
 
 
@@ -72,7 +74,7 @@ def _version(distribution: str) -> str:
 
 
 def _cure(requirement: Requirement | None) -> str:
-    """What to run for a package that vLLM asks for and cannot use as it is installed."""
+    """Say which command mends a package that vLLM requires and cannot use as it is installed."""
     if requirement is None:
         return "run `pip check`, and install what it names"
     installed = _version(requirement.name)
@@ -84,7 +86,7 @@ def _cure(requirement: Requirement | None) -> str:
 
 
 def _requirement(package: str) -> Requirement | None:
-    """What vLLM asks for under the name of an imported package."""
+    """Find vLLM's requirement for an imported package; None where it states none."""
     for build in _BUILDS:
         try:
             requirements = [Requirement(text) for text in requires(build) or ()]

@@ -43,14 +43,14 @@ def _platform(config: VllmConfig) -> str | None:
         return None
     if not current_platform.is_cuda():
         return (
-            "it runs on CUDA and on CPUs, this is"
+            "it runs on CUDA and on CPUs, and this is"
             f" {current_platform.device_name}; serve without --kv-compress on this machine"
         )
     if not config.use_v2_model_runner:
         cure = f"unset {_RUNNER_SWITCH}"
         if _RUNNER_SWITCH not in os.environ:
             cure = "remove the option that vLLM's log says V2 does not support yet"
-        return f"on CUDA it runs on Model Runner V2 alone; {cure}"
+        return f"on CUDA it runs only on Model Runner V2; {cure}"
     return None
 
 
@@ -77,14 +77,14 @@ def _backend(config: VllmConfig) -> str | None:
 def _causal(config: VllmConfig) -> str | None:
     if getattr(config.attention_config, "use_non_causal", False):
         return (
-            "every token must attend to those before it alone; remove"
+            "every token must attend only to those before it; remove"
             " --attention-config.use_non_causal"
         )
     return None
 
 
 def model_traits(config: VllmConfig) -> Traits:
-    """What the model's config.json tells, and what vLLM made of it and of its own flags."""
+    """Traits of the model by its config.json, by what vLLM made of that, and by vLLM's flags."""
     model = config.model_config
     traits = traits_of(model.hf_config.to_dict(), model.hf_text_config.to_dict())
     window = model.get_sliding_window()
@@ -158,7 +158,8 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
         if sum(counts) % size == 0:
             cure = "unset VLLM_PP_LAYER_PARTITION"
         return (
-            "every pipeline stage must hold as many layers, since all take the same blocks;"
+            "every pipeline stage must hold as many layers as the others, since all take the same"
+            " blocks;"
             f" {cure}, got {size} with {counts}"
         )
     if config.speculative_config is not None:
@@ -167,7 +168,7 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
 
 
 def _executor(config: VllmConfig) -> str | None:
-    """vLLM takes a name, a class or an import path: what counts is the class that comes out."""
+    """Judge the executor by its class: vLLM takes a name, a class or an import path."""
     # imported where compression is asked for: vLLM itself loads it late
     from vllm.v1.executor import Executor
 
@@ -285,7 +286,7 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     window = max(variant.resolved_window for variant in settings.variants)
     if window >= longest:
         return (
-            "the window must be shorter than the longest prompt;"
+            "the observation window must be shorter than the longest prompt;"
             f" set --kv-window below {longest}, got {window}"
         )
     return None
@@ -311,8 +312,8 @@ def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
         )
     if getattr(cache, "calculate_kv_scales", False):
         return (
-            "scales must not change under what is cached; remove --calculate-kv-scales, and take"
-            " a checkpoint that brings them"
+            "scales must not change while tokens are cached with them; remove"
+            " --calculate-kv-scales, and serve a checkpoint that brings its scales"
         )
     return None
 
@@ -323,13 +324,13 @@ def _drafts(config: VllmConfig, settings: CompressionConfig) -> str | None:
     if config.speculative_config is None or not asked:
         return None
     return (
-        "what is packed more than once is packed at lengths that drafts step over or take back;"
-        f" remove --speculative-config, or {' and '.join(asked)}"
+        "requests that are packed more than once are packed at lengths that drafts step over or"
+        f" take back; remove --speculative-config, or {' and '.join(asked)}"
     )
 
 
 def front_end() -> str | None:
-    """Why the process that takes requests cannot be ours; None when it is vLLM's in Python."""
+    """Say why compression cannot use this front end; None when it is vLLM's in Python."""
     if envs.VLLM_USE_RUST_FRONTEND:
         return (
             "the Rust front end neither checks what requests ask for, nor counts, nor knows further"

@@ -1,4 +1,4 @@
-"""One place where we touch vLLM, and whether this vLLM has it."""
+"""A place where we touch vLLM, and the check that this vLLM has it."""
 
 import importlib
 import inspect
@@ -38,7 +38,7 @@ class Seam:
     def check(self, version: str) -> None:
         """Raise SeamError unless `target` exists and takes `params`. Touches nothing.
 
-        A module that is there and cannot be imported is told as that, with what is missing.
+        A module that is there but cannot be imported gets an error that says what is missing.
         """
         module, _, qualname = self.target.partition(":")
         cure = f"install a vLLM in {TESTED}, or serve without --kv-compress"

@@ -1,4 +1,4 @@
-"""What we need of vLLM, as data: checked when compression is switched on, tested in CI."""
+"""The table of everything that we need of vLLM, checked when compression is switched on."""
 
 from collections.abc import Iterator
 
