@@ -13,7 +13,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# one thread for the drafter's compiler, as for torch
+# vLLM's own drafter runs through numba, whose OpenMP layer sets the number of threads that torch
+# has in this process from then on, whatever OMP_NUM_THREADS says. Two threads that spin while they
+# wait for each other make later files many times slower where another worker has the other core.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # whoever reaches a Ray's ports may run what he likes
 os.environ.setdefault("RAY_AUTH_MODE", "token")
