@@ -13,7 +13,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# one thread for the drafter's compiler, as for torch
+# vLLM's own drafter runs through numba, whose OpenMP layer sets the number of threads that torch
+# has in this process from then on, whatever OMP_NUM_THREADS says. Two threads that spin while they
+# wait for each other make later files many times slower where another worker has the other core.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # whoever reaches a Ray's ports may run what he likes
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -31,10 +33,11 @@ DEMO_MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
 
 # The files that take longest, so that they start first and neither worker is idle at the end.
 LONGEST = (
-    *("deploy/test_image", "engine/test_model_runner_v2", "kernels/test_in_interpreter"),
-    *("engine/test_soak", "e2e/test_faults", "e2e/test_overrides", "e2e/test_data_parallel"),
-    *("e2e/test_tensor_parallel", "e2e/test_pipeline_parallel"),
-    *("e2e/test_server", "deploy/test_prometheus", "e2e/test_serve_methods", "cli/test_doctor"),
+    *("engine/test_model_runner_v2", "kernels/test_in_interpreter"),
+    *("e2e/test_tensor_parallel", "e2e/test_pipeline_parallel", "deploy/test_image"),
+    *("engine/test_soak", "engine/test_hybrids", "e2e/test_server", "e2e/test_faults"),
+    *("e2e/test_overrides", "engine/test_quantised", "e2e/test_data_parallel", "cli/test_doctor"),
+    *("deploy/test_prometheus", "e2e/test_serve_methods"),
     *("benchmarks/test_gpu_run", "kernels/test_report"),
     *("cli/test_running_server", "engine/test_features"),
 )

@@ -44,11 +44,12 @@ def starting(self, kv_cache_config):
 module.CPUWorker.initialize_from_config = starting
 """
 BUFFERS = broken("vllm.v1.worker.cpu_worker", f"exec({_BUFFERS!r}, {{'module': module}})")
+FAILING = "streamingllm"  # the method of the round that ends the engine, its last
 # An earlier stage raises where nobody hears: vLLM asks the last one alone.
 FIRST_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
     "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
-    "any(job.todo.settings.compress == 'cake' for job in jobs)"
+    f"any(job.todo.settings.compress == {FAILING!r} for job in jobs)"
     " and module.torch.distributed.get_rank() == 0 and module.torch.empty(2**60),"
     " run(self, jobs))[1]",
 )
@@ -62,7 +63,7 @@ SETTINGS = settings(
     "snapkv",
     128,
     log_requests=True,
-    allow_override="off,tova,h2o,pyramidkv,cake,d2o",
+    allow_override=f"off,tova,h2o,pyramidkv,cake,d2o,{FAILING}",
     decode_budget=128,
     decode_interval=32,
     max_whole=512,  # the longest prompt goes in pieces
@@ -143,17 +144,27 @@ def start(
 
 
 def told(done: Done) -> list[tuple[list[list[int]], list[dict]]]:
-    """Answers and what was kept, round by round."""
+    """Answers and what was kept, round by round, of an engine that served all of them."""
     assert done.returncode == 0, done.stderr[-3000:]
+    return answered(done)
+
+
+def answered(done: Done) -> list[tuple[list[list[int]], list[dict]]]:
     lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
     return [tuple(json.loads(line.removeprefix("ANSWERS "))) for line in lines]
 
 
 @pytest.fixture(scope="module")
-def on_two(model):
-    """By round, what two stages answer and keep."""
-    done = start(model, ROUNDS, 2, 1)
-    return dict(zip(ROUNDS, told(done), strict=True)), done.stdout + done.stderr
+def two_stages(model):
+    """One engine of two stages, whose first one cannot pack the last round's prompts."""
+    return start(model, [*ROUNDS, (FAILING, 12)], 2, 1, BUFFERS + FIRST_FAILS)
+
+
+@pytest.fixture(scope="module")
+def on_two(two_stages):
+    """By round, what two stages answer and keep; and what they logged until the last answer."""
+    log, _, _ = two_stages.stdout.rpartition("ANSWERS ")
+    return dict(zip(ROUNDS, answered(two_stages), strict=True)), log
 
 
 @pytest.fixture(scope="module")
@@ -268,13 +279,12 @@ def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
             assert answers == llm.generate(PROMPTS, new, extra_args={"kv_compress": method})
 
 
-def test_a_stage_that_cannot_pack_ends_the_engine(model, on_one):
+def test_a_stage_that_cannot_pack_ends_the_engine(two_stages):
     """It must not go on: its blocks are free, and the last stage knows of nothing."""
-    done = start(model, [("snapkv", 12), ("cake", 12)], 2, 1, BUFFERS + FIRST_FAILS)
-    assert done.returncode != 0
-    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
-    assert len(lines) == 1
-    assert "a rank that could not compress a prompt must not go on" in done.stdout + done.stderr
+    assert two_stages.returncode != 0
+    assert len(answered(two_stages)) == len(ROUNDS)
+    log = two_stages.stdout + two_stages.stderr
+    assert "a rank that could not compress a prompt must not go on" in log
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -13,12 +13,10 @@ import torch
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import ANSWER, BUDGET, INTERVAL, PROMPT, Replay, rounded
 from vllm_kvcompress.engine.worker.footprint import sizes_of
 from vllm_kvcompress.planning.memory import sums_per_block
-
-once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 
 
 class Sums(Replay):
@@ -128,7 +126,7 @@ def held_of(llm, move, prompt):
     return held
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
 def test_an_answer_goes_on_from_what_its_prompt_kept(method, checkpoints_folder):
     """Its tokens' attention, tail included, and where it merges its thresholds are the prompt's."""
@@ -182,7 +180,7 @@ BOTH = settings("h2o", 0.4, decode_budget=96, decode_interval=INTERVAL, allow_ov
 ASKED = [{"kv_compress": method} for method in ("h2o", "d2o")]
 
 
-@once
+@first_runner
 def test_an_answer_depends_on_its_own_tokens(checkpoints_folder, keep_async_scheduling):
     """Not on its neighbours, chunks, the prefix cache or how steps are scheduled."""
     model = make("llama-gqa", checkpoints_folder)
@@ -217,7 +215,7 @@ def test_an_answer_depends_on_its_own_tokens(checkpoints_folder, keep_async_sche
         assert in_place == [True, True], "the pool was meant to have no room beside the prompt"
 
 
-@once
+@first_runner
 def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
     """Sums and thresholds are of what is computed again: nothing of the first time is left."""
     model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]
@@ -239,7 +237,7 @@ def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
             llm.alone(prompt, 150, got[str(i)], cuts[str(i)], extra_args=asked)
 
 
-@once
+@first_runner
 def test_an_answer_that_is_never_packed_leaves_a_neighbours_sums_alone(checkpoints_folder):
     """It may read the neighbour's blocks by the prefix cache, beside which those sums lie."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(100, seed=3)
@@ -270,7 +268,7 @@ def test_an_answer_that_is_never_packed_leaves_a_neighbours_sums_alone(checkpoin
         assert done["short"] == llm.generate([beside], 45)[0]
 
 
-@once
+@first_runner
 def test_what_holds_everything_changes_nothing(checkpoints_folder):
     path, prompts = make("llama-gqa", checkpoints_folder), [PROMPTS[0], PROMPTS[3]]
     with engine(path, max_num_seqs=4, max_model_len=1024) as llm:

@@ -12,12 +12,11 @@ import pytest
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from test_added_attention import Sums
 from test_decode_budgets import INTERVAL, Replay, rounded
 from test_prompts_in_pieces import PIECE, WHOLE, Prompt
 
-once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 BOUND, ANSWER, WINDOW = 160, 170, {"h2o": 8, "d2o": 0}
 
 
@@ -113,7 +112,7 @@ PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS]
 PROMPTS[1][:300] = PROMPTS[2][:300]
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
 def test_a_prompt_depends_on_its_own_tokens(method, checkpoints_folder, keep_async_scheduling):
     """Not on its neighbours, chunks, cached blocks or how steps are scheduled."""

@@ -3,11 +3,11 @@
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
-LENGTH = 500 if V2 else 1000
+LENGTH = 1000
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def blocks_of(length: int, layers: int, budget: float) -> int:
     return plan.blocks
 
 
+@first_runner
 @pytest.mark.parametrize("length", [LENGTH, LENGTH // BLOCK * BLOCK, LENGTH // BLOCK * BLOCK + 1])
 def test_while_decoding_a_request_holds_k_and_its_tail(model, length):
     with engine(model, additional_config=settings(budget=0.2)) as llm:
@@ -44,6 +45,7 @@ def test_while_decoding_a_request_holds_k_and_its_tail(model, length):
         assert llm.free_blocks == before
 
 
+@first_runner
 def test_the_blocks_come_back_in_the_step_that_compresses(model):
     with engine(model, additional_config=settings(budget=0.2)) as llm:
         free = llm.free_blocks
@@ -54,6 +56,7 @@ def test_the_blocks_come_back_in_the_step_that_compresses(model):
         llm.drain()
 
 
+@first_runner
 def test_a_pool_for_four_serves_twelve_at_once(model):
     """Admission sees the blocks that came back: three times the requests, none preempted."""
     length, count = 640, 12
@@ -112,7 +115,7 @@ def test_aborts_at_every_stage_give_everything_back(model):
         max_model_len=2048,
     ) as llm:
         free = llm.free_blocks
-        for steps in range(12):
+        for steps in (2, 7, 9) if V2 else range(12):
             llm.submit(f"a{steps}", tokens(600, seed=steps), 20)
             llm.submit(f"b{steps}", tokens(200, seed=steps), 4)
             for _ in range(steps):

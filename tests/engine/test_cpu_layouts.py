@@ -230,6 +230,7 @@ def test_what_is_packed_again_on_tiles_is_as_on_vectors(checkpoints_folder, monk
         pretend(monkeypatch)
         with engine(
             make("llama-gqa", checkpoints_folder),
+            blocks=1 + 64,  # all of whose pages the stand-in copies for each layer
             dtype="bfloat16",
             additional_config=config,
             max_num_seqs=4,

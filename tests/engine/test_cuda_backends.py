@@ -81,7 +81,7 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
     import cuda_on_cpu
 
     first = 90 if compress in OPT_IN else 20
-    counts = [60, 50, 70, 24] if "pieces" in compress else [first, 6, 11, 3]
+    counts = [24, 14, 30, 9] if "pieces" in compress else [first, 6, 11, 3]
     config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:

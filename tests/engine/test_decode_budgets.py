@@ -13,12 +13,11 @@ import torch
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 PROMPT, BUDGET, INTERVAL, ANSWER = 45, 64, 32, 150
 WINDOWS = {"streamingllm": 0, "tova": 1}
-once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 METHODS = [
     *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
     *("caote", "fastcaote"),
@@ -105,17 +104,18 @@ class Replay:
             q, k, v, out = (self.parts[layer, name] for name in ("q", "k", "v", "out"))
             for kv in range(shape.kv_heads):
                 self.held[layer][kv].append(position)
-                own = self.held[layer][kv]
+                own = np.asarray(self.held[layer][kv])
+                keys, values = k[own, kv], v[own, kv]
+                longest, largest = np.linalg.norm(keys, axis=-1).max(), np.abs(values).max()
                 for head in range(
                     kv * shape.heads // shape.kv_heads, (kv + 1) * shape.heads // shape.kv_heads
                 ):
-                    logits = k[own, kv] @ np.asarray(q)[position, head] / math.sqrt(shape.head_dim)
-                    want = ref.softmax(logits, self.sink(layer, head)) @ v[own, kv]
-                    reach = np.linalg.norm(k[own, kv], axis=-1).max() * np.linalg.norm(
-                        q[position, head]
-                    )
+                    query = np.asarray(q)[position, head]
+                    logits = keys @ query / math.sqrt(shape.head_dim)
+                    want = ref.softmax(logits, self.sink(layer, head)) @ values
+                    reach = longest * np.linalg.norm(query)
                     rounding = 2 * FLOAT32_EPS * reach / math.sqrt(shape.head_dim)
-                    bound = (1e-6 + rounding) * np.abs(v[own, kv]).max()
+                    bound = (1e-6 + rounding) * largest
                     assert np.abs(out[position, head] - want).max() <= bound, (
                         position,
                         layer,
@@ -215,7 +215,7 @@ def kept_of(llm, seen, prompt):
     return held
 
 
-@once
+@first_runner
 def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
     """Layers hold different numbers of tokens then: none is given more pages than it has."""
     name, method, prompt, budget, answer = "llama-gqa", "pyramidkv", 401, 160, 200
@@ -251,7 +251,7 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
     assert sum(replay.counts) == shape.layers * budget // BLOCK
 
 
-@once
+@first_runner
 def test_a_budget_that_holds_everything_changes_nothing(checkpoints_folder):
     path, prompts = (
         make("llama-gqa", checkpoints_folder),
@@ -284,10 +284,10 @@ def alone(checkpoints_folder):
     [
         pytest.param(
             {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 1024},
-            marks=once,
+            marks=first_runner,
             id="chunks",
         ),
-        pytest.param({"enable_prefix_caching": False}, marks=once, id="batch"),
+        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
         pytest.param({"async_scheduling": True}, id="async"),
     ],
 )
@@ -306,7 +306,7 @@ def test_an_answer_depends_on_its_own_tokens(
         assert llm.free_blocks == free
 
 
-@once
+@first_runner
 def test_two_answers_to_one_prompt(checkpoints_folder):
     """n=2: each is a request of its own, and the prompt's blocks are shared until they part."""
     model, sampled = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
@@ -322,7 +322,7 @@ def test_two_answers_to_one_prompt(checkpoints_folder):
         assert answers[0] != answers[1]
 
 
-@once
+@first_runner
 def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
     """Before an answer was packed, in the step after which it is, and between two times."""
     model, prompts = make("llama-gqa", checkpoints_folder), PROMPTS[1:3]

@@ -3,9 +3,9 @@
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, engine, first_runner, settings
 
-pytestmark = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+pytestmark = first_runner
 
 NEW = 8
 

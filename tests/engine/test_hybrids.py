@@ -14,7 +14,7 @@ import torch
 
 from amx_layout import pretend_amx, pretend_no_amx
 from checkpoints import HYBRIDS, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from test_added_pieces import ANSWER as LONG
 from test_added_pieces import BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
@@ -27,7 +27,6 @@ from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning.layer_groups import layer_groups, layer_types
 from vllm_kvcompress.settings.config import CompressionConfig
 
-once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 NAMES = ["gpt-oss"] if V2 else list(HYBRIDS)
 NEW = 12
 PROMPT = tokens(417, seed=33)
@@ -84,7 +83,7 @@ def test_windows_see_their_window_beside_packed_pages(name, checkpoints_folder):
     assert checked > 1000
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_groups_the_layers_as_we_count_them(name, checkpoints_folder):
     """Blocks, their bytes, and what a request takes of the windowed groups at most."""
@@ -207,8 +206,8 @@ def alone(request, checkpoints_folder):
     "more",
     [
         pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8}, id="chunks"),
-        pytest.param({"async_scheduling": True}, marks=once, id="async"),
-        pytest.param({"enable_prefix_caching": False}, marks=once, id="batch"),
+        pytest.param({"async_scheduling": True}, marks=first_runner, id="async"),
+        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
     ],
 )
 def test_an_answer_depends_on_its_own_tokens(more, alone, keep_async_scheduling):
@@ -240,11 +239,15 @@ def test_a_conversation_is_cached_as_far_as_it_was_computed_whole(alone):
     with engine(
         model, additional_config=FREE, max_model_len=2048, enable_prefix_caching=False
     ) as llm:
-        for history, ask, answer in turns:
+        # a turn asks the same first and last
+        for (history, ask, answer), (_, _, again) in zip(turns[::3], turns[2::3], strict=True):
+            assert answer == again
+            assert llm.generate([history], 150, extra_args=ask)[0] == answer
+        for history, ask, answer in turns[1::3]:
             assert llm.generate([history], 150, extra_args=ask)[0] == answer
 
 
-@once
+@first_runner
 def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
     """From the smallest that vLLM takes: destinations fit beside the windows' blocks, or in place.
 
@@ -275,7 +278,7 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
     assert used == {True, False}
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("name", NAMES)
 def test_sequences_longer_than_the_pool(name, checkpoints_folder):
     """What full layers may hold is the pool without what the windows take."""
@@ -300,7 +303,7 @@ def test_sequences_longer_than_the_pool(name, checkpoints_folder):
         assert llm.free_blocks == free
 
 
-@once
+@first_runner
 def test_preempted_it_goes_on_as_a_prompt_of_the_same_tokens(alone):
     model, _ = alone
     options = dict(max_model_len=704, max_num_batched_tokens=64, max_num_seqs=8)
@@ -318,7 +321,7 @@ def test_preempted_it_goes_on_as_a_prompt_of_the_same_tokens(alone):
             llm.alone(prompt, 60, done[str(i)], cuts.get(str(i), []))
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("name", ["gpt-oss"])
 def test_tiles_answer_as_vectors(name, checkpoints_folder, monkeypatch):
     """AMX's layout, whose pages are unpacked before they are scored."""

@@ -6,14 +6,18 @@ import dataclasses
 import pytest
 
 from checkpoints import make, tokens
-from engines import engine, leave_async_scheduling, settings
+from engines import engine, first_runner, leave_async_scheduling, settings
 from vllm_kvcompress.errors import SeamError
 
 PROMPT, SHORT = tokens(300, seed=1), tokens(20, seed=2)
 CHUNK = 128
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=first_runner), True],
+    ids=["sync", "async"],
+)
 def llm(request, checkpoints_folder):
     """Takes prompts in chunks; async, a step is always in flight."""
     overlapped = request.param
@@ -117,10 +121,12 @@ def another_plan_acknowledged(executor, worker):
 
 FAULTS = [
     past_the_worker,
-    plan_dropped,
-    plan_taken_off,
     acknowledgement_dropped,
-    another_plan_acknowledged,
+    # what is altered is the message, whatever the runner
+    *(
+        pytest.param(altered, marks=first_runner)
+        for altered in (plan_dropped, plan_taken_off, another_plan_acknowledged)
+    ),
 ]
 
 
@@ -209,6 +215,7 @@ def answers(plan):
     return [todo for todo in plan.pack if not todo.prefill]
 
 
+@first_runner
 def test_a_lost_plan_that_only_packs_an_answer_again_is_noticed(llm):
     """Nothing is delivered of the step whose answer should have been packed, nor of later ones."""
     executor, scheduler = llm.core.model_executor, llm.scheduler

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
@@ -165,7 +165,7 @@ def test_alone_in_company_in_any_order_and_chunked(preset, model, plain):
         assert llm.generate(PROMPTS, NEW) == alone
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_mixed_presets_in_one_batch_behave_as_alone(model):
     """Each request asks for its own, and the plan carries it."""
     prompt = PROMPTS[0]
@@ -187,7 +187,7 @@ def test_mixed_presets_in_one_batch_behave_as_alone(model):
         assert len({tuple(answer) for answer in alone.values()}) > 1
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_preempted_whole_prompt_statistics_start_again(model):
     """Column sums of a prefill that was cut short must not be counted twice."""
     prompt = PROMPTS[0]
@@ -207,7 +207,7 @@ def test_preempted_whole_prompt_statistics_start_again(model):
         assert not llm.compressor._prefills
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_d2o_merges_into_the_tail_of_its_own_request_only(model):
     """The tail stays in place: merging rewrites it, and no cached block may change."""
     first, second = PROMPTS[0], PROMPTS[0][:300]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, engine, first_runner, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -68,7 +68,7 @@ def test_the_figures_are_the_plans(model):
     assert sum(name == "info" for name, *_ in seen) == 1
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_request_is_counted_once(model, asynchronous, keep_async_scheduling):
     """Aborts, preemptions and overrides included: planned or skipped, and what is planned is done
@@ -132,7 +132,7 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
     assert {name for name, count in skipped.items() if count} >= {"off", "short_prompt"}
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_a_pool_without_free_blocks_is_told(model):
     length = 640
     blocks = -(-(length + 24) // BLOCK)
@@ -148,7 +148,7 @@ def test_a_pool_without_free_blocks_is_told(model):
     assert samples()["in_place_requests_total",] == 1
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_refusals_are_counted_where_requests_enter(model):
     from vllm.exceptions import VLLMValidationError
 
@@ -163,7 +163,7 @@ def test_refusals_are_counted_where_requests_enter(model):
     assert refused == {"out_of_bounds": 1, "not_allowed": 1, "invalid": 2, "too_long": 0}
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_off_there_are_none_and_without_statistics_nothing_piles_up(model):
     from vllm.v1.metrics.loggers import StatLoggerManager
 
@@ -180,7 +180,7 @@ def test_off_there_are_none_and_without_statistics_nothing_piles_up(model):
         assert llm.llm.llm_engine.logger_manager is None
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_vllms_own_loggers_never_see_what_ours_takes(model):
     """Where a KV connector's figures would be: its loggers fail on anything else."""
     with engine(model, additional_config=settings("cake", 0.3)) as llm:
@@ -199,7 +199,7 @@ def test_vllms_own_loggers_never_see_what_ours_takes(model):
         assert set(seen) == {None}
 
 
-@pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+@first_runner
 def test_each_engine_has_its_label(model):
     """A front end of two engines: what the second one reports is the second one's."""
     from vllm.v1.metrics.stats import SchedulerStats

@@ -6,9 +6,9 @@
 import pytest
 
 from checkpoints import MIXTURES, make, tokens
-from engines import V2, engine, settings
+from engines import engine, first_runner, settings
 
-pytestmark = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+pytestmark = first_runner
 
 LENGTHS = (417, 256, 90)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]

@@ -1,7 +1,8 @@
 """The engine's tests again on Model Runner V2, which is what CUDA runs, in one process.
 
 Of the other files nothing depends on the runner: they are about vLLM's scheduler and block manager,
-the front end, and refusals, which are the same classes above both.
+the front end, and refusals, which are the same classes above both. Of these files, tests that are
+marked `first_runner` stay out for the same reason.
 """
 
 import pytest

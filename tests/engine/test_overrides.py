@@ -3,11 +3,11 @@
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, engine, first_runner, settings
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
-pytestmark = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
+pytestmark = first_runner
 
 PROMPT = tokens(600, seed=3)
 NEW = 10

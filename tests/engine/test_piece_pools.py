@@ -3,9 +3,9 @@
 import pytest
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, engine, first_runner, settings
 
-pytestmark = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
+pytestmark = first_runner
 LONGEST, PIECE = 2048, 96
 # a quarter of the longest sequence, and the null block
 POOL = LONGEST // BLOCK // 4 + 1

@@ -8,11 +8,10 @@ import pytest
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import WINDOWS, Replay, rounded
 from vllm_kvcompress.planning.schedules import EveryPiece
 
-once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 METHODS = [
     *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
     *("caote", "fastcaote"),
@@ -132,10 +131,12 @@ def alone(checkpoints_folder):
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8}, marks=once, id="chunks"),
-        pytest.param({"enable_prefix_caching": False}, marks=once, id="batch"),
+        pytest.param(
+            {"max_num_batched_tokens": 64, "max_num_seqs": 8}, marks=first_runner, id="chunks"
+        ),
+        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"blocks": 24}, marks=once, id="preempted"),
+        pytest.param({"blocks": 24}, marks=first_runner, id="preempted"),
     ],
 )
 def test_a_prompt_depends_on_its_own_tokens(more, alone, checkpoints_folder, keep_async_scheduling):
@@ -160,7 +161,7 @@ def test_a_prompt_depends_on_its_own_tokens(more, alone, checkpoints_folder, kee
         assert llm.free_blocks == free
 
 
-@once
+@first_runner
 def test_hits_end_before_the_first_packing(checkpoints_folder):
     """Later blocks of one prompt were computed against less than another one may hold."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=3)
@@ -179,7 +180,7 @@ def test_hits_end_before_the_first_packing(checkpoints_folder):
     assert hits == [0, (288 - WINDOW) // BLOCK * BLOCK, (192 - WINDOW) // BLOCK * BLOCK, 256, 512]
 
 
-@once
+@first_runner
 def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
     model, prompt = make("llama-gqa", checkpoints_folder), PROMPTS[2]
     with engine(model, additional_config=piecewise("cake", 200), max_num_batched_tokens=50) as llm:
@@ -196,7 +197,7 @@ def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
         assert llm.free_blocks == free
 
 
-@once
+@first_runner
 def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(checkpoints_folder):
     """Its prompt stood whole, so nothing said how far hits may go; somebody else asked the same."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(60, seed=8)

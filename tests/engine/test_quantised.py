@@ -9,7 +9,7 @@ import torch
 
 from amx_layout import pretend_amx, pretend_no_amx
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from quantised import FLOAT8, as_cached, scaled, scales
 from test_added_pieces import ANSWER, BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
@@ -20,7 +20,6 @@ from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
 
-once = pytest.mark.skipif(V2, reason="nothing of it is a model runner's")
 MERGING = {name for name in PRESETS if PRESETS[name].merge}
 
 
@@ -40,7 +39,7 @@ def quantise(replay, stored):
             replay.parts[layer, part] = as_cached(exact, scale, dtype).numpy()
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("stored", FLOAT8)
 def test_a_budget_of_everything_changes_nothing(stored, models):
     answers = []
@@ -139,7 +138,7 @@ def test_a_whole_prompt_keeps_what_was_cached(preset, models):
             )
 
 
-@once
+@first_runner
 @pytest.mark.parametrize("stored", FLOAT8)
 def test_tiles_of_bytes_answer_as_vectors_of_bytes(stored, models, monkeypatch):
     """AMX's layout, with neighbours and the prefix cache; answers that grow too."""
@@ -149,7 +148,8 @@ def test_tiles_of_bytes_answer_as_vectors_of_bytes(stored, models, monkeypatch):
     for kind, pretend in (("vectors", pretend_no_amx), ("tiles", pretend_amx)):
         pretend(monkeypatch)
         options = dict(dtype="bfloat16", kv_cache_dtype=stored, max_num_seqs=4, max_model_len=1024)
-        with engine(models[stored], additional_config=config, **options) as llm:
+        # a small pool, all of whose pages the stand-in of AMX's kernels copies for each layer
+        with engine(models[stored], blocks=1 + 96, additional_config=config, **options) as llm:
             assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
             answers[kind] = [
                 llm.generate(PROMPTS, 60, extra_args={"kv_compress": name})
@@ -158,7 +158,7 @@ def test_tiles_of_bytes_answer_as_vectors_of_bytes(stored, models, monkeypatch):
     assert answers["tiles"] == answers["vectors"]
 
 
-@once
+@first_runner
 def test_an_answer_depends_on_its_own_tokens(models, keep_async_scheduling):
     """Not on its neighbours, chunks, the prefix cache or how steps are scheduled."""
     config, model = settings("cake", 0.4), models["fp8"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoints import make, tokens
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 
 PROMPT = tokens(420, seed=21)
 
@@ -83,6 +83,7 @@ def test_trap_04_trap_05_positions_and_slots_stay_semantic(model):
         llm.drain()
 
 
+@first_runner
 def test_trap_06_freed_blocks_are_not_allocated_again(model):
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 90)
@@ -151,6 +152,7 @@ def test_trap_07_preempted_in_the_step_that_planned_its_compression(spare, model
         assert got["high"] == llm.generate([high], 8)[0]
 
 
+@first_runner
 def test_trap_10_blocks_of_a_compressed_request_are_not_where_their_tokens_say(model):
     with engine(model, additional_config=settings()) as llm:
         assert llm.manager.has_positionally_stable_blocks is False
@@ -178,6 +180,7 @@ def test_the_window_is_never_evicted(model):
             assert positions[:, :count].tolist() == [want] * len(positions)
 
 
+@first_runner
 def test_trap_13_buffers_grow_with_requests_not_with_the_pool(model):
     with engine(model, additional_config=settings(), max_num_seqs=4, max_model_len=1024) as llm:
         pool = llm.compressor.pool
@@ -195,6 +198,7 @@ def test_trap_14_huge_keys_do_not_overflow(model):
         assert all(value == value for value in values)
 
 
+@first_runner
 def test_trap_15_what_ranks_must_agree_on_comes_from_lengths_alone(model):
     """Pages and blocks of a prompt do not depend on what its tokens are."""
     plans = []
@@ -207,6 +211,7 @@ def test_trap_15_what_ranks_must_agree_on_comes_from_lengths_alone(model):
     assert len(set(plans)) == 1
 
 
+@first_runner
 def test_trap_16_an_answer_of_one_token_is_not_paid_for(model):
     """It comes from the full cache: a compression would never be read."""
     with engine(model, additional_config=settings()) as llm:
@@ -216,12 +221,14 @@ def test_trap_16_an_answer_of_one_token_is_not_paid_for(model):
         assert llm.compressor.compressed == 1
 
 
+@first_runner
 def test_trap_18_the_compressions_are_counted(model):
     with engine(model, additional_config=settings()) as llm:
         llm.generate([PROMPT, PROMPT[:100], PROMPT[:200]], 2)
         assert llm.compressor.compressed == 2
 
 
+@first_runner
 def test_trap_19_the_gauge_sees_the_freed_blocks_in_the_same_step(model):
     with engine(model, additional_config=settings()) as llm:
         llm.submit("r", PROMPT, 4)

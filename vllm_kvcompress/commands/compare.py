@@ -181,17 +181,29 @@ def run(request: Request, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
     else:
         _show(report, request.out)
+    raise SystemExit(_status(request, comparison, report, lost, interrupted, console))
+
+
+def _status(
+    request: Request,
+    comparison: Comparison,
+    report: Report,
+    lost: KVCompressError | None,
+    interrupted: bool,
+    console: Console,
+) -> int:
+    """The exit status, once it is said what is missing."""
     done = f"{comparison.done} of {comparison.total} are done and kept in {request.out}; the same"
     done += " command goes on from there."
     if lost is not None:
         if request.model is not None:
             done += f" The server's log is {request.out / _LOG}."
         console.print(f"kvcompress: error: {str(lost).removesuffix('.')}. {done}")
-        raise SystemExit(2)
+        return 2
     if interrupted:
         console.print(f"kvcompress: interrupted; {done}")
-        raise SystemExit(_INTERRUPTED)
-    raise SystemExit(0 if report.recommendation.cell is not None else 1)
+        return _INTERRUPTED
+    return 0 if report.recommendation.cell is not None else 1
 
 
 def _interrupt(*_: object) -> None:

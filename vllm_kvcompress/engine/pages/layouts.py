@@ -207,6 +207,39 @@ class Tiled:
 Layout = Strided | Tiled
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Writes numbers into a page by `write`, and finds where they arrived (`find_layout`).
+
+    Args:
+        shape: of the keys and the values, ``block_size, Hkv, D``.
+    """
+
+    write: Write
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    stored: torch.dtype | None
+
+    def written(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """``[Hkv, elements]`` of a page with these."""
+        block_size, kv_heads, head_dim = self.shape
+        raw = self.dtype if self.stored is None else torch.uint8
+        page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=raw)
+        tensors = [x.to(self.dtype).expand(self.shape).contiguous() for x in (keys, values)]
+        self.write(tensors[0], tensors[1], page)
+        return page.view(self.stored or self.dtype)[0].flatten(1)
+
+    def arrived(self, number: torch.Tensor) -> torch.Tensor:
+        """Where each element of a head with this number is, by digits."""
+        radix = _RADIX if self.stored is None else _FLOAT8_RADIX
+        numbers, place = torch.zeros_like(self.written(number, number), dtype=torch.int64), 1
+        while place <= int(number.max()):
+            digit = number // place % radix
+            numbers += self.written(digit, digit).to(self.dtype).long() * place
+            place *= radix
+        return numbers
+
+
 def find_layout(
     write: Write,
     *,
@@ -239,32 +272,13 @@ def find_layout(
         " serve without --kv-compress on this machine"
     )
 
-    def written(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """``[Hkv, elements]`` of a page with these."""
-        raw = dtype if stored is None else torch.uint8
-        page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=raw)
-        tensors = [x.to(dtype).expand(shape).contiguous() for x in (keys, values)]
-        write(tensors[0], tensors[1], page)
-        return page.view(stored or dtype)[0].flatten(1)
-
-    def arrived(number: torch.Tensor) -> torch.Tensor:
-        """Where each element of a head with this number is, by digits."""
-        numbers, place = torch.zeros_like(written(number, number), dtype=torch.int64), 1
-        while place <= int(number.max()):
-            digit = number // place % radix
-            numbers += written(digit, digit).to(dtype).long() * place
-            place *= radix
-        return numbers
-
-    radix = _RADIX if stored is None else _FLOAT8_RADIX
-    is_value = written(torch.zeros(1), torch.ones(1)).to(dtype).long()
-    token = arrived(torch.arange(block_size)[:, None, None])
-    dim = arrived(torch.arange(head_dim))
-    number = (is_value * block_size + token) * head_dim + dim
-    if not bool((number == number[0]).all()):
-        raise refused
+    probe = _Probe(write, shape, dtype, stored)
+    is_value = probe.written(torch.zeros(1), torch.ones(1)).to(dtype).long()
+    token = probe.arrived(torch.arange(block_size)[:, None, None])
+    number = (is_value * block_size + token) * head_dim + probe.arrived(torch.arange(head_dim))
     offset = number[0].argsort()
-    if not torch.equal(number[0][offset], torch.arange(2 * block_size * head_dim)):
+    every = torch.arange(2 * block_size * head_dim)
+    if not bool((number == number[0]).all()) or not torch.equal(number[0][offset], every):
         raise refused
     keys, values = (_elements(part) for part in offset.view(2, block_size, head_dim))
     if keys is None or values is None:
@@ -276,18 +290,19 @@ def find_layout(
         torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(stored or dtype)
         for n in (0, 1)
     )
-    page = written(k, v).view(1, kv_heads, block_size, 2 * head_dim)
-    if not all(
-        torch.equal(unpacked[0].to(dtype), original.to(dtype).permute(order))
-        for unpacked, original, order in zip(
-            read(layout, page, torch.zeros(1, dtype=torch.int64)),
-            (k, v),
-            ((1, 2, 0), (1, 0, 2)),
-            strict=True,
-        )
-    ):
+    page = probe.written(k, v).view(1, kv_heads, block_size, 2 * head_dim)
+    if not _finds(layout, page, k, v, dtype):
         raise refused
     return layout
+
+
+def _finds(
+    layout: Layout, page: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+) -> bool:
+    """Whether a layout reads the keys and values ``[block_size, Hkv, D]`` that a page holds."""
+    keys, values = read(layout, page, torch.zeros(1, dtype=torch.int64))
+    found = (keys, k.permute(1, 2, 0)), (values, v.permute(1, 0, 2))
+    return all(torch.equal(own[0].to(dtype), wanted.to(dtype)) for own, wanted in found)
 
 
 def read(layout: Layout, pages: torch.Tensor, ids: torch.Tensor) -> PageViews:

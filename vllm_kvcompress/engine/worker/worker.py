@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvcompress.engine.attention.backend import (
@@ -184,41 +184,62 @@ def bind_compressor(
             f" {len(builders)} builders and foreign classes"
             f" {sorted({cls.__name__ for cls in wrong})}"
         )
-    block_size = group.kv_cache_spec.block_size
-    caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
-    if caches[0].shape[0] != kv_cache_config.num_blocks:
-        raise SeamError(
-            f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
-            f" {caches[0].shape[0]} for {kv_cache_config.num_blocks} blocks"
-        )
-    pool = PagePool(
-        caches,
-        max_requests=config.scheduler_config.max_num_seqs,
-        max_rows=max_rows(config),
-        max_blocks=max_blocks(config, settings, kv_cache_config.num_blocks),
-        block_size=block_size,
-        stored=stored_in(layers),
-    )
-    heads, dim = layers[0].impl.num_heads, layers[0].impl.head_size
-    pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
-    pool.remember(
-        layers[0].impl.num_kv_heads,
-        sums=any(keeps_sums(variant) for variant in settings.variants),
-        thresholds=any(merges(variant) for variant in settings.variants),
-    )
+    pool = page_pool(config, settings, layers, group, kv_cache_config.num_blocks)
     compressor = PromptCompressor(
         settings,
         pool,
         layers[0].impl.layout(layers[0], config.model_config.dtype),
         scales=scales_of(layers, pool.pages.device),
         stages=Stages(stages, stage, pool.pages.device),
-        queries=(heads, dim, config.model_config.dtype),
+        queries=(*_query_shape(layers), config.model_config.dtype),
     )
     for index, layer in enumerate(layers):
         layer.impl.bind(compressor, index)
     builders[0].bind(compressor, batch_order(runner))
     watch_every_layer(runner, compressor, config.parallel_config)
     return compressor
+
+
+def page_pool(
+    config: VllmConfig,
+    settings: CompressionConfig,
+    layers: Sequence[Attention],
+    group: KVCacheGroupSpec,
+    num_blocks: int,
+) -> PagePool:
+    """The page pool over the caches of these layers, with what methods remember beside it.
+
+    Raises:
+        SeamError: a block of the cache is several blocks of the kernels.
+    """
+    block_size = group.kv_cache_spec.block_size
+    caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
+    if caches[0].shape[0] != num_blocks:
+        raise SeamError(
+            f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
+            f" {caches[0].shape[0]} for {num_blocks} blocks"
+        )
+    pool = PagePool(
+        caches,
+        max_requests=config.scheduler_config.max_num_seqs,
+        max_rows=max_rows(config),
+        max_blocks=max_blocks(config, settings, num_blocks),
+        block_size=block_size,
+        stored=stored_in(layers),
+    )
+    heads, dim = _query_shape(layers)
+    pool.ring = query_ring(config, settings, pool, heads=heads, dim=dim)
+    pool.remember(
+        layers[0].impl.num_kv_heads,
+        sums=any(keeps_sums(variant) for variant in settings.variants),
+        thresholds=any(merges(variant) for variant in settings.variants),
+    )
+    return pool
+
+
+def _query_shape(layers: Sequence[Attention]) -> tuple[int, int]:
+    """Query heads and head dim of a layer."""
+    return layers[0].impl.num_heads, layers[0].impl.head_size
 
 
 def stored_in(layers: Sequence[Attention]) -> torch.dtype | None:
