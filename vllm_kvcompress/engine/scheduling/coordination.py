@@ -101,18 +101,11 @@ class Coordination:
         num_tokens: int,
         new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
         *args: Any,
-        apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
         """Blocks that all groups need, with fresh destinations if the pool has them too."""
-        needed = int(
-            self._count(
-                *(request_id, num_tokens, new_computed_blocks, *args),
-                apply_admission_cap=apply_admission_cap,
-                **kwargs,
-            )
-        )
-        if apply_admission_cap:
+        needed = int(self._count(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
+        if kwargs.get("apply_admission_cap"):
             return needed
         own = new_computed_blocks[self._group]
         with_fresh = needed + self.manager.destination_blocks(request_id, num_tokens, own).others
