@@ -112,6 +112,14 @@ def test_equals_the_reference_where_a_sink_takes_part_of_every_row(preset):
     equals_the_reference(preset, "gqa", 0.5, sinks.view(layers, heads))
 
 
+@pytest.mark.parametrize("preset", ["snapkv", "h2o"])
+def test_a_scale_may_be_a_whole_number(preset):
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    whole, same = (compress(q, k, v, policy=preset, budget=0.5, scale=n) for n in (1, 1.0))
+    for own, other in zip(whole.positions, same.positions, strict=True):
+        assert torch.equal(own, other)
+
+
 def equals_the_reference(preset, shape, ratio, sinks=None):
     w = WINDOWS.get(preset, 32)
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]

@@ -101,7 +101,7 @@ def compress(
     plan = page_plan(settings.prompt(layers, tokens), page_size)
     if plan is None:
         return _whole(keys, values)
-    rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else scale, sinks)
+    rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks)
     observed = _observe(method, plan, rows, queries)
     return _collect(method, plan, rows, observed, keys, values)
 

@@ -80,7 +80,7 @@ class AttentionAdder:
         assert pool.sums is not None
         assert lengths is not None
         rows = self._packer.rows(held, layers, Reads.COLUMN_SUMS)
-        paid = attention_paid(rows, query, max(pool.longest // held.most, 1))
+        paid = attention_paid(rows, query, self._packer.at_once(held.most))
         before = pool.sums.read(held.pages)
         # Slots of the latest queries have what was left in their pages.
         column = torch.arange(before.shape[2], device=before.device)

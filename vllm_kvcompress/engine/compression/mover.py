@@ -128,11 +128,11 @@ class StridedMover:
     ) -> torch.Tensor:
         """Write kept tokens, merged, to pages `targets` of `into`; a tail's where they are.
 
-        A few rows at a time, since merged tokens are float32 and the host knows only how many they
-        can be at most. Returns thresholds ``[N, Hkv]``.
+        A few rows at a time: merged tokens are float32, and every dropped one leaves some figures.
+        Returns thresholds ``[N, Hkv]``.
         """
         thresholds, size = [], self.pool.block_size
-        count = layers_at_once(self.pool.longest, move.kept.shape[2] + merging.tail)
+        count = layers_at_once(self.pool.longest, move.held.most)
         for start in range(0, len(move.kept), count):
             some = slice(start, start + count)
             held, counts, own = move.held.some(some), move.counts[some], merging.some(some)

@@ -242,12 +242,13 @@ class Packer:
                     f" prompt was to be packed, {window} are needed"
                 )
             found.append(query)
-        return torch.stack(found)
+        return found[0][None] if len(found) == 1 else torch.stack(found)
 
     def _sums(self, jobs: Sequence[Job], rows: Sequence[int], held: Held) -> torch.Tensor:
         """What was paid to every slot of some rows: of each query head, or the pool's mean."""
         if held.lengths is None:
-            return torch.stack([jobs[0].sums[row] for row in rows])
+            own = [jobs[0].sums[row] for row in rows]
+            return own[0][None] if len(own) == 1 else torch.stack(own)
         assert self.pool.sums is not None, jobs
         return self.pool.sums.read(held.pages)
 

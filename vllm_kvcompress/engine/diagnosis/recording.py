@@ -35,6 +35,9 @@ class _Recorder:
             self.answers += 1
             return
         size, heads = todo.plan.block_size, kept.shape[1]
+        if todo.whole:
+            self.prompts.append(_counted(todo, counts, kept, self._buckets))
+            return
         since = torch.arange(self._computed, todo.tokens).expand(heads, -1)
         held = self._held or [since[:, :0]] * len(kept)
         slots = [torch.cat([own, since], 1) for own in held]

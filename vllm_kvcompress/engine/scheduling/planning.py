@@ -179,9 +179,9 @@ class Planner:
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that the prefill of a request takes at most, from its first to its last."""
-        prefill = self.schedule_of(request).prefill
-        if prefill is not None:
-            return prefill.most_blocks
+        schedule = self.schedule_of(request)
+        if schedule.prefill is not None and not schedule.prefilled:
+            return schedule.prefill.most_blocks
         return -(-int(request.num_tokens) // self._block_size)
 
     def _end_with_the_pool(self, request: Request) -> None:
