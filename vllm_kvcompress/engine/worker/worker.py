@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvcompress.engine.attention.backend import (
@@ -184,7 +184,8 @@ def bind_compressor(
             f" {len(builders)} builders and foreign classes"
             f" {sorted({cls.__name__ for cls in wrong})}"
         )
-    pool = page_pool(config, settings, layers, group, kv_cache_config.num_blocks)
+    block_size = group.kv_cache_spec.block_size
+    pool = page_pool(config, settings, layers, block_size, kv_cache_config.num_blocks)
     compressor = PromptCompressor(
         settings,
         pool,
@@ -204,7 +205,7 @@ def page_pool(
     config: VllmConfig,
     settings: CompressionConfig,
     layers: Sequence[Attention],
-    group: KVCacheGroupSpec,
+    block_size: int,
     num_blocks: int,
 ) -> PagePool:
     """The page pool over the caches of these layers, with what methods remember beside it.
@@ -212,7 +213,6 @@ def page_pool(
     Raises:
         SeamError: a block of the cache is several blocks of the kernels.
     """
-    block_size = group.kv_cache_spec.block_size
     caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
     if caches[0].shape[0] != num_blocks:
         raise SeamError(
