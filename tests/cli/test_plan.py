@@ -9,6 +9,7 @@ import pytest
 from broken_sites import WITHOUT_VLLM
 from checkpoints import tokens
 from engines import BLOCK, engine, settings
+from processor import needs_avx512
 from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.commands.plan import ask
@@ -115,6 +116,7 @@ def test_its_bytes_are_those_the_engine_takes(llm, tiny):
     assert 0 < found.table_bytes < found.extra_bytes
 
 
+@needs_avx512
 @pytest.mark.engine
 def test_the_bytes_of_a_quantised_cache_too(tiny):
     given = settings("cake", 0.2, decode_budget=96)

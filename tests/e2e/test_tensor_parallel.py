@@ -176,7 +176,10 @@ def ended_with_the_rank(done: Done) -> None:
     log = done.stdout + done.stderr
     assert done.returncode != 0
     assert "a rank that could not compress a prompt must not go on" in log
-    assert "died unexpectedly" in log  # vLLM did not wait in vain, which takes it 300 s
+    # vLLM did not wait in vain, which takes it 300 s: its monitor saw the process end, or the other
+    # rank, whose collective runs over a socket where the processor has no AVX-512, saw it close.
+    assert re.search("died unexpectedly|Connection (closed|reset) by peer", log)
+    assert "timed out" not in log
 
 
 # -- as Ray's actors -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from vllm import _custom_ops as ops
 from amx_layout import offsets, pretend_amx, pretend_no_amx
 from checkpoints import make, tokens
 from engines import BLOCK, engine, settings
+from processor import needs_avx512
 from quantised import FLOAT8
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.pages.layouts import Strided, Tiled, find_layout, read
@@ -83,13 +84,14 @@ def comes_back(layout, write, block, dim, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (96, 96), (512, 128)])
-@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+@pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=needs_avx512)])
 def test_vllms_own_kernels(isa, block, dim, dtype):
     layout = found(kernels(isa), block, dim, dtype)
     assert isinstance(layout, Tiled if isa == "amx" else Strided)
     comes_back(layout, kernels(isa), block, dim, dtype)
 
 
+@needs_avx512
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("block", "dim"), [(32, 32), (128, 64), (512, 128)])
 @pytest.mark.parametrize("name", FLOAT8)
@@ -107,6 +109,7 @@ def test_vllms_own_kernels_of_bytes(isa, name, block, dim, dtype):
         assert torch.equal(part.to(dtype), want.to(dtype))
 
 
+@needs_avx512
 def test_amx_pages_are_the_tiles_of_the_formulas():
     block, dim, page = 64, 96, torch.zeros(1, 1, 64, 192, dtype=torch.bfloat16)
     keys, values = torch.randn(2, block, 1, dim, dtype=torch.bfloat16)
@@ -192,6 +195,7 @@ POOLS = {
 }
 
 
+@needs_avx512
 @pytest.mark.parametrize("pool", POOLS)
 def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, monkeypatch):
     """Chunked, with the prefix cache; in place where the pool holds one prompt."""
@@ -221,6 +225,7 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
     assert answers["tiles"] == answers["vectors"]
 
 
+@needs_avx512
 def test_what_is_packed_again_on_tiles_is_as_on_vectors(checkpoints_folder, monkeypatch):
     """Answers, and a prompt in pieces, the last of which has a tail."""
     answers, asked = {}, [{"kv_compress": name} for name in ("cake-chunk", "d2o")]

@@ -15,6 +15,7 @@ import torch
 from amx_layout import pretend_amx, pretend_no_amx
 from checkpoints import HYBRIDS, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
+from processor import needs_avx512
 from test_added_pieces import ANSWER as LONG
 from test_added_pieces import BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
@@ -321,6 +322,7 @@ def test_preempted_it_goes_on_as_a_prompt_of_the_same_tokens(alone):
             llm.alone(prompt, 60, done[str(i)], cuts.get(str(i), []))
 
 
+@needs_avx512
 @first_runner
 @pytest.mark.parametrize("name", ["gpt-oss"])
 def test_tiles_answer_as_vectors(name, checkpoints_folder, monkeypatch):

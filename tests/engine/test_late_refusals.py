@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from checkpoints import make, tokens
 from engines import engine, settings
+from processor import needs_avx512
 from vllm_kvcompress.engine.attention import cpu as attention_cpu
 from vllm_kvcompress.engine.attention.backend import override_backends
 from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
@@ -198,6 +199,7 @@ def test_another_plugins_backend_is_not_thrown_out():
     assert not backend.is_overridden()
 
 
+@needs_avx512
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [

@@ -10,6 +10,7 @@ import torch
 from amx_layout import pretend_amx, pretend_no_amx
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
+from processor import needs_avx512
 from quantised import FLOAT8, as_cached, scaled, scales
 from test_added_pieces import ANSWER, BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
@@ -19,6 +20,8 @@ from test_prompts_in_pieces import piecewise as in_pieces
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress
+
+pytestmark = needs_avx512
 
 MERGING = {name for name in PRESETS if PRESETS[name].merge}
 

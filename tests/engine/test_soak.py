@@ -18,6 +18,7 @@ import pytest
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, Engine, engine, settings
+from processor import needs_avx512
 from test_metrics import samples
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -196,7 +197,13 @@ def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], se
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # of V1's drafter, by its compiler
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_avx512 if load.cache == "fp8" else ())
+        for name, load in LOADS.items()
+    ],
+)
 def test_soak(name, checkpoints_folder, keep_async_scheduling):
     load = LOADS[name]
     model = make(load.model, checkpoints_folder)

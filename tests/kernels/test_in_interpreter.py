@@ -23,7 +23,11 @@ FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *OF_SEVERAL)]
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process is in it already")
 def test_triton_equals_its_contract(tmp_path):
-    done = again.run(FILES, {"TRITON_INTERPRET": "1"}, tmp_path)
+    # The interpreter multiplies by numpy. Some kernels of its OpenBLAS, Haswell's among them, sum
+    # the columns at the edge of a matrix in another order than the others: equal keys get scores
+    # that differ by rounding. A GPU does no such thing, nor do the kernels that are named here.
+    own = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+    done = again.run(FILES, own, tmp_path)
     assert done.ok, done.said
     assert all(done.passed.values()), f"of some file no test ran: {done.passed}"
 
