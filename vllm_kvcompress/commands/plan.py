@@ -155,8 +155,8 @@ def _refuse_contradictions(options: PlanOptions) -> None:
         raise ConfigError(f"--device must be one of {sorted(_BLOCK)}, got {options.device!r}")
     if options.device != "cuda" and options.gpu_gib is not None:
         raise ConfigError(
-            "--gpu-memory is of a GPU; give --kv-memory with --device cpu, where vLLM takes half of"
-            " the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
+            "--gpu-memory needs --device cuda, got --device cpu; give --kv-memory, where vLLM takes"
+            " half of the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
         )
     if not 0 < options.utilization <= 1:
         raise ConfigError(

@@ -44,6 +44,33 @@ BY_QUERIES = "it divides by the queries that saw a token, which are not counted 
 """Why a part of a method needs all tokens of a prompt (`needs_whole_prompt`)."""
 
 
+class Use(enum.Enum):
+    """What an allocator or a selector does with scores that some scorers' do not bear.
+
+    Such a part names it in `uses`; a scorer whose scores do not bear it says why in `unfit`.
+    """
+
+    ACROSS_LAYERS = (
+        "compares scores between layers",
+        "choose a scorer that reads attention, or allocator 'uniform'",
+    )
+    AS_SHARES = (
+        "divides scores by their sum",
+        "choose a scorer that reads attention, or allocator 'dynamickv'",
+    )
+    AS_WEIGHTS = ("ranks by attention", "choose another scorer, or selector 'topk'")
+
+    @property
+    def verb(self) -> str:
+        """What the part does, behind its name."""
+        return self.value[0]
+
+    @property
+    def cure(self) -> str:
+        """What to do where the scorer's scores do not bear it."""
+        return self.value[1]
+
+
 class Allocator(Protocol):
     """Gives each layer its share of the budget."""
 

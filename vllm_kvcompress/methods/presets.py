@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Allocator, Scorer, Selector, Use
 
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
@@ -79,12 +80,6 @@ RECOMMENDED = "cake-chunk"
 CUSTOM = "custom"
 METHODS = ("off", *PRESETS, CUSTOM)
 CAOTES = frozenset({"caote", "fastcaote"})
-_ALIKE_IN_EVERY_LAYER = {
-    "streamingllm": "ranks by position",
-    "random": "ranks at random",
-    "lagkv": "ranks within partitions",
-}
-"""Scorers that cannot tell one layer from another, and why."""
 
 
 def usual_window(allocator: str, scorer: str, base: str) -> int:
@@ -97,28 +92,23 @@ def usual_window(allocator: str, scorer: str, base: str) -> int:
     return PRESETS[name].window if name in PRESETS else 32
 
 
-def refuse_nonsense(names: Preset) -> None:
-    """Combinations that run but mean nothing.
+def refuse_nonsense(
+    names: Preset, allocator: Allocator, scorer: Scorer, selector: Selector
+) -> None:
+    """Refuse parts that run together but mean nothing, by what they declare (`Use`).
+
+    Args:
+        names: what the parts are called.
 
     Raises:
         ConfigError: with the reason.
     """
-    if names.allocator in {"dynamickv", "global"} and names.scorer in _ALIKE_IN_EVERY_LAYER:
-        raise ConfigError(
-            f"allocator {names.allocator!r} compares scores between layers, but scorer"
-            f" {names.scorer!r} {_ALIKE_IN_EVERY_LAYER[names.scorer]}; choose a scorer that reads"
-            " attention, or allocator 'uniform'"
-        )
-    if (names.allocator, names.scorer) == ("global", "keydiff"):
-        # Cosines are of one scale in all layers, so that dynamickv may compare them as they are.
-        raise ConfigError(
-            "allocator 'global' divides scores by their sum, but scorer 'keydiff' has scores below"
-            " 0, which have no shares; choose a scorer that reads attention, or allocator"
-            " 'dynamickv'"
-        )
-    if names.selector != "topk" and names.scorer in {"streamingllm", "lagkv"}:
-        # LagKV's last partition scores its position, beside which no mean of ranks counts.
-        raise ConfigError(
-            f"selector {names.selector!r} ranks by attention, but scorer {names.scorer!r}"
-            f" {_ALIKE_IN_EVERY_LAYER[names.scorer]}; choose another scorer, or selector 'topk'"
-        )
+    unfit: Mapping[Use, str] = getattr(scorer, "unfit", {})
+    users = (("allocator", names.allocator, allocator), ("selector", names.selector, selector))
+    for role, name, part in users:
+        for use in getattr(part, "uses", ()):
+            if use in unfit:
+                raise ConfigError(
+                    f"{role} {name!r} {use.verb}, but scorer {names.scorer!r} {unfit[use]};"
+                    f" {use.cure}"
+                )

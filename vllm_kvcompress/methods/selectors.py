@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import overload
+from typing import ClassVar, overload
 
 import torch
 
 from kvcompress_kernels.select import select, select_chunks
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Selector
+from vllm_kvcompress.methods.base import Selector, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,8 @@ class Chunks:
         reuse: layers that share the first one's ranking (N_reuse); 1 is off.
     """
 
+    uses: ClassVar[tuple[Use, ...]] = (Use.AS_WEIGHTS,)
+
     size: int = 10
     shared: bool = True
     reuse: int = 1
@@ -101,6 +103,8 @@ class HeavyRecent:
         sinks: first tokens that are always kept (4 in the authors' code; the paper gives none).
         recent: share of the kept tokens that are the last ones (1/4: heavy : recent = 3 : 1).
     """
+
+    uses: ClassVar[tuple[Use, ...]] = (Use.AS_WEIGHTS,)
 
     sinks: int = 4
     recent: float = 0.25

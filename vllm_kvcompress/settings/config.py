@@ -182,8 +182,8 @@ class CompressionConfig(DecodeSettings, PieceSettings):
                 f"base is given twice, {self.base!r} and in scorer_params"
                 f" {dict(self.scorer_params)['base']!r}; remove one"
             )
-        allocator, scorer, _ = self.build_allocator(), self.build_scorer(), self.build_selector()
-        refuse_nonsense(parts)
+        allocator, scorer = self.build_allocator(), self.build_scorer()
+        refuse_nonsense(parts, allocator, scorer, self.build_selector())
         reads = allocator.reads | scorer.reads
         if window < 1 and Reads.WINDOW in scorer.reads:
             raise ConfigError(

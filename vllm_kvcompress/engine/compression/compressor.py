@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
 from vllm_kvcompress.engine.compression.packer import Job, Packer
@@ -31,7 +30,7 @@ _ATTENTION = Reads.WINDOW | Reads.COLUMN_SUMS
 
 
 @dataclass(slots=True)
-class Prefill:
+class _Prefill:
     """What a request's earlier chunks leave for its last one.
 
     Args:
@@ -55,7 +54,7 @@ class Prefill:
 
 
 @dataclass(slots=True)
-class Span:
+class _Span:
     """One watched request's tokens in this step's batch.
 
     Args:
@@ -68,7 +67,7 @@ class Span:
     start: int
     stop: int
     blocks: torch.Tensor
-    prefill: Prefill
+    prefill: _Prefill
 
 
 @dataclass(slots=True)
@@ -91,10 +90,10 @@ class _Step:
     drafts: dict[str, int]
     laid_out: bool = False
     layers_watched: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[_Span] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     additions: list[tuple[Addition, int]] = field(default_factory=list)
-    remembered: list[tuple[torch.Tensor, Prefill]] = field(default_factory=list)
+    remembered: list[tuple[torch.Tensor, _Prefill]] = field(default_factory=list)
 
 
 class PromptCompressor:
@@ -130,7 +129,7 @@ class PromptCompressor:
         self.packer = Packer(mover, scales=scales, num_layers=layers)
         self._queries, self.queries_dtype = queries, queries[2]
         self.adder = AttentionAdder(self.packer)
-        self._prefills: dict[str, Prefill] = {}
+        self._prefills: dict[str, _Prefill] = {}
         self._step: _Step | None = None
 
     # -- the step -----------------------------------------------------------------------------
@@ -194,17 +193,18 @@ class PromptCompressor:
         settings: CompressionConfig,
         row: int,
         query_start: Sequence[int],
-    ) -> Span:
+    ) -> _Span:
         """Count a chunk of a prefill, and watch its layers if its method reads attention."""
         method = method_of(settings)
         start, stop = int(query_start[row]), int(query_start[row + 1])
         stop -= step.drafts.get(request_id, 0)
         prefill = self._prefills.get(request_id)
         if prefill is None:
-            prefill = self.new_prefill(method, settings.resolved_window)
+            stopwatch = Stopwatch(self.pool.pages.device)
+            prefill = _Prefill(method, settings.resolved_window, stopwatch)
             self._prefills[request_id] = prefill
         prefill.tokens += stop - start
-        span = Span(row, start, stop, self.pool.layer_offset[:0], prefill)
+        span = _Span(row, start, stop, self.pool.layer_offset[:0], prefill)
         if method.reads & _ATTENTION:
             step.spans.append(span)
         return span
@@ -212,7 +212,7 @@ class PromptCompressor:
     def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
         return block_table[row, : -(-tokens // self.pool.block_size)].long()
 
-    def _job(self, step: _Step, todo: Pack, span: Span) -> Job:
+    def _job(self, step: _Step, todo: Pack, span: _Span) -> Job:
         """What packs a prompt, with what its chunks left.
 
         Raises:
@@ -236,10 +236,6 @@ class PromptCompressor:
             sums=prefill.sums,
             stopwatch=prefill.stopwatch,
         )
-
-    def new_prefill(self, method: Method, window: int, tokens: int = 0) -> Prefill:
-        """A prefill of which `tokens` are computed and none was watched."""
-        return Prefill(method, window, Stopwatch(self.pool.pages.device), tokens)
 
     # -- what the batch's builders and layers ask -----------------------------------------------
 
@@ -292,9 +288,9 @@ class PromptCompressor:
                 prefill.queries[layer] = self._latest(layer, span, query)
             if Reads.COLUMN_SUMS in reads:
                 with prefill.stopwatch.running():
-                    self.accumulate(layer, span, query)
+                    self._accumulate(layer, span, query)
 
-    def _latest(self, layer: int, span: Span, query: torch.Tensor) -> torch.Tensor:
+    def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
         """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
         latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
         earlier = span.prefill.queries.get(layer)
@@ -304,19 +300,14 @@ class PromptCompressor:
         # A copy, since the model goes on to write over its queries.
         return latest.clone()
 
-    def accumulate(self, layer: int, span: Span, query: torch.Tensor) -> None:
+    def _accumulate(self, layer: int, span: _Span, query: torch.Tensor) -> None:
         """Add up what the prefill's rows so far pay to every token: a chunk's rows are final."""
         prefill, rows = span.prefill, query[span.start : span.stop]
         if prefill.held is not None:
             most, computed = prefill.held
             self.adder.add_chunk(layer, span.row, rows, most + prefill.tokens - computed)
             return
-        pages, scales = self.pool.flat_ids(layer, span.blocks), self.packer.scales
-        opened = self.packer.mover.open(pages, Reads.COLUMN_SUMS)
-        sums = column_sums(
-            *(rows, opened.keys, opened.pages, prefill.tokens, scales.logits[layer]),
-            scales.sinks_of(layer),
-        )
+        sums = self.packer.column_sums(layer, span.blocks, rows, prefill.tokens)
         earlier = prefill.sums.get(layer)
         if earlier is not None:
             sums[:, : earlier.shape[1]] += earlier

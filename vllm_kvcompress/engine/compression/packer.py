@@ -11,6 +11,7 @@ from itertools import groupby
 
 import torch
 
+from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.compression.merging import Merging
 from vllm_kvcompress.engine.compression.mover import Held, Move, Mover
@@ -98,6 +99,23 @@ class Packer:
             value_scales=[scales.values[layer] for layer in layers],
             sinks=scales.sinks_of_requests(requests) if every else scales.sinks_of_layers(layers),
         )
+
+    def column_sums(
+        self, layer: int, blocks: torch.Tensor, query: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        """What the latest rows of a prompt pay to each of its tokens, all of which stand.
+
+        Args:
+            blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of the prompt so far.
+            query: ``[r, Hq, D]``, the rows' queries.
+            tokens: computed so far, those rows among them.
+
+        Returns:
+            ``[Hq, tokens]`` float32.
+        """
+        opened = self.mover.open(self.pool.flat_ids(layer, blocks), Reads.COLUMN_SUMS)
+        where, sinks = (opened.keys, opened.pages, tokens), self.scales.sinks_of(layer)
+        return column_sums(query, *where, self.scales.logits[layer], sinks)
 
     # -- packing -------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import torch
 
-from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.packer import Job, Packer
 from vllm_kvcompress.engine.messages.step import Addition, Pack
@@ -65,7 +64,8 @@ class WarmUp:
         layers, pages = range(self._packer.num_layers), self._pool.pages
         blocks = pages.new_zeros(-(-plan.tokens // plan.block_size), dtype=torch.int64)
         if shortest and Reads.COLUMN_SUMS in self._method.reads:
-            self._watch_attention(self._query(plan.tokens), blocks)
+            for layer in layers:
+                self._packer.column_sums(layer, blocks, self._query(plan.tokens), plan.tokens)
         sums = torch.zeros(self._heads, plan.tokens, device=pages.device)
         for in_place in (False, shortest):
             todo = Pack(
@@ -85,13 +85,6 @@ class WarmUp:
             )
             self._packer.run([job])
             self._pool.forget("")
-
-    def _watch_attention(self, query: torch.Tensor, blocks: torch.Tensor) -> None:
-        for layer in range(self._packer.num_layers):
-            pages, scales = self._pool.flat_ids(layer, blocks), self._packer.scales
-            opened = self._packer.mover.open(pages, Reads.COLUMN_SUMS)
-            where = opened.keys, opened.pages, len(query)
-            column_sums(query, *where, scales.logits[layer], scales.sinks_of(layer))
 
     def pack_again(self, window: int, *, prefill: bool) -> None:
         """Pack what a request holds of which tokens were dropped, and add up its attention.

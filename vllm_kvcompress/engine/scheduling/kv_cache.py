@@ -12,7 +12,6 @@ arithmetic on that list (positions, slots, blocks still needed) therefore stays 
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -24,7 +23,7 @@ from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import AtEnd, EveryPiece, RequestSchedule
+from vllm_kvcompress.planning.schedules import AtEnd, EveryPiece, Holding, RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -44,27 +43,13 @@ class DestinationBlocks(NamedTuple):
     """Destination blocks that may be fresh, or the prompt's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """One request that is packed after this step.
+class _Pending(NamedTuple):
+    """A request that is packed after this step, and what that changes in the scheduler."""
 
-    Args:
-        schedule: what the request holds, and when it is packed.
-        plan: how much is kept.
-        tokens: computed when the step ends.
-        own: its ordinary blocks that become destinations.
-        settings: what chooses.
-        prefill: it is a prompt.
-        ends: its prompt ends in this step.
-    """
-
-    schedule: RequestSchedule
-    plan: PagePlan
-    tokens: int
+    pack: Pack
+    holding: Holding
     own: list[KVCacheBlock]
-    settings: CompressionConfig
-    prefill: bool
-    ends: bool
+    """Its ordinary blocks that become destinations."""
 
 
 class CompressedManager(FullAttentionManager):
@@ -232,27 +217,31 @@ class CompressedManager(FullAttentionManager):
         with them counted. An answer takes its own first, since it is packed to hold less; where the
         pool has none for what is missing, it waits for the next block to fill.
         """
-        first, last = schedule.holding.first_block, tokens // self.block_size
+        holding, last = schedule.holding, tokens // self.block_size
         packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
         mine: list[tuple[int, KVCacheBlock]] = []
         if missing and (not prefill or free < missing):
-            mine = self._unshared(request_id, first, last, missing)
+            mine = self._unshared(request_id, holding.first_block, last, missing)
         if not prefill and missing - len(mine) > free:
             return False
         self._cacheable.setdefault(request_id, last * self.block_size)
         own = self._claim(request_id, mine)
         fresh = missing - len(own)
         self._packed[request_id] = packed + (self.block_pool.get_new_blocks(fresh) if fresh else [])
-        self._pending[request_id] = _Pending(
-            schedule=schedule,
+        destination = (self._packed[request_id] + own)[: plan.blocks]
+        pack = Pack(
+            request_id=request_id,
+            settings=settings,
             plan=plan,
             tokens=tokens,
-            own=own,
-            settings=settings,
+            destination=None if holding.frozen else tuple(x.block_id for x in destination),
             prefill=prefill,
+            whole=prefill and isinstance(schedule.prefill, AtEnd),
             ends=ends,
+            in_place=bool(own or holding.pages) or not prefill,
         )
+        self._pending[request_id] = _Pending(pack, holding, own)
         return True
 
     def _unshared(
@@ -293,15 +282,16 @@ class CompressedManager(FullAttentionManager):
             observe=tuple(self._observe.items()),
             grow=tuple(self._grow),
             add=tuple(self._add.values()),
-            pack=tuple(self._hand_over(*item) for item in self._pending.items()),
+            pack=tuple(map(self._hand_over, self._pending.values())),
         )
         for done in (self._observe, self._grow, self._add, self._pending):
             done.clear()
         return plan
 
-    def _hand_over(self, request_id: str, pending: _Pending) -> Pack:
-        plan, holding, own = pending.plan, pending.schedule.holding, pending.own
-        last = pending.tokens // self.block_size
+    def _hand_over(self, pending: _Pending) -> Pack:
+        """Free what the request holds no longer: ordinary blocks, and destinations left over."""
+        pack, holding, own = pending
+        request_id, plan, last = pack.request_id, pack.plan, pack.tokens // self.block_size
         blocks, kept = self.req_to_blocks[request_id], {block.block_id for block in own}
         ordinary = blocks[holding.first_block : last]
         freed = [block for block in reversed(ordinary) if block.block_id not in kept]
@@ -310,23 +300,10 @@ class CompressedManager(FullAttentionManager):
         # A tail leaves less for the pages before it: a prompt's end may need a block less.
         self._packed[request_id] = packed[: plan.blocks]
         freed += packed[plan.blocks :]
-        first, frozen = not holding.pages, holding.frozen
-        holding.pack(plan, last, freeze=not pending.prefill)
+        first = not holding.pages
+        holding.pack(plan, last, freeze=not pack.prefill)
         before = self.block_pool.get_num_free_blocks()
         self.block_pool.free_blocks(freed)
-        pack = Pack(
-            request_id=request_id,
-            settings=pending.settings,
-            plan=plan,
-            tokens=pending.tokens,
-            destination=None
-            if frozen
-            else tuple(block.block_id for block in self._packed[request_id]),
-            prefill=pending.prefill,
-            whole=pending.prefill and isinstance(pending.schedule.prefill, AtEnd),
-            ends=pending.ends,
-            in_place=bool(own) or not first or not pending.prefill,
-        )
         returned = self.block_pool.get_num_free_blocks() - before
         self.tally.pack(pack, returned, first=first, own=bool(own))
         return pack

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators.highest import count_highest, ranked, scores_of
-from vllm_kvcompress.methods.base import BY_SCORES, Reads
+from vllm_kvcompress.methods.base import BY_SCORES, Reads, Use
 from vllm_kvcompress.methods.budgets import apportion
 from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
@@ -33,6 +33,7 @@ class DynamicKV:
     exact_ratio: ClassVar[bool] = False
     even: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = BY_SCORES
+    uses: ClassVar[tuple[Use, ...]] = (Use.ACROSS_LAYERS,)
 
     r_max: float = 10.0
     every: int = 4

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvcompress.methods.base import BY_SCORES, Reads
+from vllm_kvcompress.methods.base import BY_SCORES, Reads, Use
 from vllm_kvcompress.methods.budgets import apportion
 from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
@@ -28,6 +28,7 @@ class Global:
     exact_ratio: ClassVar[bool] = False
     even: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = BY_SCORES
+    uses: ClassVar[tuple[Use, ...]] = (Use.ACROSS_LAYERS, Use.AS_SHARES)
 
     def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""

@@ -1,12 +1,13 @@
 """Rank at random: what a method has to beat."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import Reads, Use
 from vllm_kvcompress.methods.prompt import Columns
 
 
@@ -20,6 +21,7 @@ class Random:
 
     reads: ClassVar[Reads] = Reads.NOTHING
     needs_whole_prompt: ClassVar[str] = "what it draws would depend on the answers packed beside it"
+    unfit: ClassVar[Mapping[Use, str]] = {Use.ACROSS_LAYERS: "ranks at random"}
 
     seed: int = 0
 

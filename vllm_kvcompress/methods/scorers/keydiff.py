@@ -1,12 +1,13 @@
 """Rank by how little a key looks like the others."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from kvcompress_kernels.key_cosines import key_cosines
-from vllm_kvcompress.methods.base import BY_KEYS, Reads
+from vllm_kvcompress.methods.base import BY_KEYS, Reads, Use
 from vllm_kvcompress.methods.prompt import Columns
 
 
@@ -21,6 +22,8 @@ class KeyDiff:
 
     reads: ClassVar[Reads] = Reads.KEYS
     needs_whole_prompt: ClassVar[str] = BY_KEYS
+    # Cosines are of one scale in all layers, so that layers may be compared by them as they are.
+    unfit: ClassVar[Mapping[Use, str]] = {Use.AS_SHARES: "has scores below 0, which have no shares"}
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32 in [-1, 1], up to rounding."""

@@ -1,5 +1,6 @@
 """Rank by how much a token stands out from those that come soon after it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ import torch
 
 from kvcompress_kernels.lag_scores import lag_scores
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import BY_KEYS, Reads
+from vllm_kvcompress.methods.base import BY_KEYS, Reads, Use
 from vllm_kvcompress.methods.prompt import Columns
 
 
@@ -36,6 +37,10 @@ class LagKV:
 
     reads: ClassVar[Reads] = Reads.KEYS | Reads.VALUES
     needs_whole_prompt: ClassVar[str] = BY_KEYS
+    # The last partition scores its position, beside which no mean of ranks counts.
+    unfit: ClassVar[Mapping[Use, str]] = dict.fromkeys(
+        (Use.ACROSS_LAYERS, Use.AS_WEIGHTS), "ranks within partitions"
+    )
 
     sinks: int = 4
     lag: int = 128

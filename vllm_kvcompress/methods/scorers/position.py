@@ -1,12 +1,13 @@
 """Rank by position alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import Reads, Use
 from vllm_kvcompress.methods.prompt import Columns
 
 
@@ -22,6 +23,9 @@ class StreamingLLM:
 
     reads: ClassVar[Reads] = Reads.NOTHING
     needs_whole_prompt: ClassVar[str] = ""
+    unfit: ClassVar[Mapping[Use, str]] = dict.fromkeys(
+        (Use.ACROSS_LAYERS, Use.AS_WEIGHTS), "ranks by position"
+    )
 
     sinks: int = 4
 
