@@ -12,7 +12,6 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-import vllm_kvcompress
 from vllm_kvcompress.doctor.checks import Check
 from vllm_kvcompress.engine.startup.seam import TESTED, Seam
 from vllm_kvcompress.engine.startup.seams import SEAMS
@@ -22,7 +21,7 @@ from vllm_kvcompress.errors import SeamError
 def versions() -> Check:
     """What is installed, and whether this vLLM is one that is accepted."""
     installed = [
-        f"vllm-kvcompress {vllm_kvcompress.__version__}",
+        f"vllm-kvcompress {_version('vllm-kvcompress')}",
         f"vLLM {vllm.__version__}",
         f"torch {torch.__version__}",
         f"Triton {_version('triton')}",

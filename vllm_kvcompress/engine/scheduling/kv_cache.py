@@ -235,7 +235,7 @@ class CompressedManager(FullAttentionManager):
             settings=settings,
             plan=plan,
             tokens=tokens,
-            destination=None if holding.frozen else tuple(x.block_id for x in destination),
+            destination=None if holding.frozen else tuple(block.block_id for block in destination),
             prefill=prefill,
             whole=prefill and isinstance(schedule.prefill, AtEnd),
             ends=ends,
