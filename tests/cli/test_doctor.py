@@ -52,7 +52,7 @@ def explained(demo_model, tmp_path_factory, run_in):
     done = run_in(
         folder, "doctor", demo_model, "--kv-budget", "0.2", "--tokens", "2000", "--explain",
         "--picture", "kept.png", "--json", "--", "--enforce-eager", "--max-model-len", "2304",
-        "--num-gpu-blocks-override", "33",
+        "--num-gpu-blocks-override", "33", "--dtype", "float32",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done, folder

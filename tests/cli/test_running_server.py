@@ -7,7 +7,10 @@ import pytest
 from loopback import exported, server
 from vllm_kvcompress.serving.process import serve
 
-FLAGS = ["--enforce-eager", "--max-model-len", "4096", "--num-gpu-blocks-override", "65"]
+FLAGS = [
+    *("--enforce-eager", "--max-model-len", "4096", "--num-gpu-blocks-override", "65"),
+    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
+]
 COMPRESSED = [
     *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake", "--kv-budget", "0.2",
     "--kv-min-prompt", "512", "--kv-allow-override", "cake,snapkv",

@@ -31,6 +31,7 @@ INSTALL, IMAGE = stages(FILE)
 SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 FLAGS = [
     *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
+    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
     *("--num-gpu-blocks-override", "65"),
     *("--kv-compress", "snapkv", "--kv-budget", "0.2", "--shutdown-timeout", "300"),
 ]

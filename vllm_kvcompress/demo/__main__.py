@@ -13,6 +13,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -52,7 +53,18 @@ def compression(args: argparse.Namespace) -> list[str]:
 def common(args: argparse.Namespace) -> list[str]:
     """The flags of both servers."""
     # Eager: the demo shows memory and ratios, and must not spend minutes compiling first.
-    return ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
+    flags = ["--served-model-name", NAME, "--max-model-len", "8192", "--enforce-eager"]
+    return [*flags, *([] if _multiplies_bfloat16() else ["--dtype", "float32"])]
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether bfloat16, the checkpoint's dtype, is no slower here than float32.
+
+    A CPU without AVX-512 has to emulate it: a matrix product takes about eight times as long.
+    """
+    if torch.cuda.is_available():
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def environment() -> dict[str, str]:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Reads(enum.Flag):
-    """What of a prompt a method must be shown; everything else is not computed."""
+    """What a method reads of a prompt. What no part reads is not computed."""
 
     NOTHING = 0
     WINDOW = enum.auto()
@@ -45,7 +45,7 @@ BY_QUERIES = "it divides by the queries that saw a token, which are not counted 
 
 
 class Use(enum.Enum):
-    """What an allocator or a selector does with scores that some scorers' do not bear.
+    """What a part does with scores, and what the scores of some scorers do not bear.
 
     Such a part names it in `uses`; a scorer whose scores do not bear it says why in `unfit`.
     """
@@ -115,7 +115,7 @@ class Scorer(Protocol):
 
 
 class Selector(Protocol):
-    """Turns the layers' scores into positions."""
+    """Chooses positions by the layers' scores."""
 
     def source(self, layer: int) -> int:
         """The layer whose scores `layer` uses: itself, or an earlier one."""

@@ -62,7 +62,7 @@ def pour(weights: torch.Tensor, rest: int | torch.Tensor, room: torch.Tensor) ->
 
 
 def _fill(weights: torch.Tensor, rest: int | torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """`pour` of positive weights.
+    """Pour, where all weights are positive.
 
     Layers fill up in the order of ``room / weight`` (its root: neither end of float64 overflows).
     When k are full, the others divide what is left; it goes on while the next one fills up too.
@@ -85,7 +85,7 @@ def _fill(weights: torch.Tensor, rest: int | torch.Tensor, room: torch.Tensor) -
 def _hand_out(
     whole: torch.Tensor, remainders: torch.Tensor, room: torch.Tensor, total: int | torch.Tensor
 ) -> torch.Tensor:
-    """`whole` raised to sum `total`: one each to the largest remainders, skipping full layers.
+    """Raise `whole` to sum `total`: one each to the largest remainders, past layers that are full.
 
     As often as it takes: first k rounds that serve every layer that is not full, at once, with
     ``sum(min(spare, k)) <= left``, the largest such k; then one round that ends early.

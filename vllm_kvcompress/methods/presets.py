@@ -1,4 +1,4 @@
-"""The presets users type, and what is usual or senseless between their parts."""
+"""The presets that users type, the defaults of their parts, and combinations that are refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ CAOTES = frozenset({"caote", "fastcaote"})
 
 
 def usual_window(allocator: str, scorer: str, base: str) -> int:
-    """The window of a scorer outside its preset; CAOTE has its base's, CAKE needs one of rows."""
+    """The window of a scorer outside its preset; CAOTE takes that of its base, and CAKE its own."""
     if allocator == "cake":
         return PRESETS["cake"].window
     if (allocator, scorer) == ("dynamickv", "snapkv"):

@@ -13,8 +13,8 @@ _PER_HEAD = "attn_head"
 def declared_cache(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
     """The quantised KV cache that a checkpoint declares, as vLLM's --kv-cache-dtype names it.
 
-    Of ModelOpt's, in its own words or in a scheme; of compressed-tensors, whose scheme is fp8
-    whatever it says more. Others (Quark, fp8) only bring scales.
+    ModelOpt declares one, in words of its own or in a scheme; so does compressed-tensors, whose
+    scheme is always fp8. The others (Quark, fp8) bring scales alone.
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):

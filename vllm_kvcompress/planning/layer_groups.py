@@ -69,7 +69,7 @@ class LayerGroups:
 
 
 def layer_groups(types: Sequence[str], layers: int, window: int | None) -> LayerGroups:
-    """Of a model whose config names its layers' attention, or of one that has one kind only.
+    """Count the layers of each kind; all have full attention where a config names no kinds.
 
     Args:
         types: one name per layer; empty where all are full.

@@ -99,10 +99,10 @@ def layers_at_once(longest: int, tokens: int) -> int:
 
 
 def answers_at_once(plan: PagePlan, longest: int) -> int:
-    """Answers of one `plan` that are packed again together.
+    """Requests of one `plan` that are packed together where they hold packed pages already.
 
     Their scores take no more than those of one longest prompt, and what they keep waits in a buffer
-    of an eighth of its pages, or of one answer's.
+    of an eighth of its pages, or of one request's.
     """
     room = plan.num_layers * longest // (_STAGED_SHARE * plan.block_size)
     return max(min(longest // plan.tokens, room // plan.pages), 1)
@@ -209,7 +209,7 @@ def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:
 
 
 def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> int:
-    """Bytes of those `available` that the KV cache does not get: `extra_bytes`, and its share."""
+    """How many of the `available` bytes the KV cache does not get: `extra_bytes`, and its share."""
     blocks = available // sizes.block_bytes or None
     extra, each = extra_bytes(sizes, settings, blocks), sums_per_block(sizes, settings)
     left = max(available - extra, 0)
@@ -217,7 +217,10 @@ def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> i
 
 
 def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None) -> int:
-    """What waits to be moved in place: at most all of the pool, as far as that is known."""
+    """Bytes of the buffer for pages that wait to be moved.
+
+    It never exceeds the whole pool, where the pool's size is known.
+    """
     block = sizes.block_size
     head_page = block * 2 * sizes.head_dim * sizes.cached
     # float32 keys and values of one layer, as they are and as pages

@@ -283,7 +283,8 @@ def standing_blocks(
 ) -> int:
     """Blocks that one request takes at most while its prompt of up to `longest` is computed.
 
-    At the budgets that the operator gave: who names a larger one may be refused.
+    This holds at the budgets that the operator gave. A request that names a larger one may be
+    refused.
     """
     whole = -(-longest // block_size)
     if settings.max_whole is None:

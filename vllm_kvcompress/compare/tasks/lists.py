@@ -5,7 +5,7 @@ arXiv:2404.06654); key-value recall follows Liu et al. 2023 (arXiv:2307.03172).
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice, repeat
 
 from vllm_kvcompress.compare.tasks.items import Material, Question
@@ -152,11 +152,3 @@ def _value_of(name: str, value: str) -> Question:
         answers=(value,),
         max_tokens=8,
     )
-
-
-LISTS: dict[str, Callable[[random.Random], Material]] = {
-    "variable-tracking": variable_tracking,
-    "common-words": common_words,
-    "frequent-words": frequent_words,
-    "key-values": key_values,
-}

@@ -221,7 +221,7 @@ class _Probe:
     stored: torch.dtype | None
 
     def written(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """``[Hkv, elements]`` of a page with these."""
+        """Write these keys and values into a page of zeros; its ``[Hkv, elements]``."""
         block_size, kv_heads, head_dim = self.shape
         raw = self.dtype if self.stored is None else torch.uint8
         page = torch.zeros(1, kv_heads, block_size, 2 * head_dim, dtype=raw)

@@ -34,7 +34,7 @@ class AttentionSums:
         return self._sums[self._at(pages)].transpose(1, 2).flatten(2)
 
     def write(self, pages: torch.Tensor, counts: torch.Tensor, sums: torch.Tensor) -> None:
-        """Set those of the first ``counts[r]`` of each row's pages.
+        """Set the sums of the first ``counts[r]`` pages of each row.
 
         Args:
             pages: ``[N, W]`` integers, flat.
@@ -68,7 +68,7 @@ class Thresholds:
         self._values = torch.full((slots, layers, kv_heads), torch.nan, device=device)
 
     def reset(self, slot: int) -> None:
-        """A request comes: nothing was dropped of it yet."""
+        """Forget the thresholds of a slot that a new request gets."""
         self._values[slot] = torch.nan
 
     def read(self, slots: Sequence[int]) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Thresholds:
         return values
 
     def write(self, slots: Sequence[int], values: torch.Tensor) -> None:
-        """Set those of some requests to `values` ``[R, L, Hkv]``."""
+        """Set the thresholds of some requests to `values` ``[R, L, Hkv]``."""
         self._values[self._at(slots)] = values
 
     def _at(self, slots: Sequence[int]) -> torch.Tensor:

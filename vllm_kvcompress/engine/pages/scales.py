@@ -29,7 +29,7 @@ class Scales:
         self._every = torch.tensor(self.logits, dtype=torch.float32, device=device)
 
     def of_layers(self, layers: Sequence[int]) -> float | torch.Tensor:
-        """Of some layers' logits: one number where all layers of the model share it, else ``[n]``.
+        """Scales of some layers' logits: one number where all layers share it, else ``[n]``.
 
         No value leaves the device or comes to it.
         """
@@ -38,19 +38,19 @@ class Scales:
         return torch.cat([self._every[layer : layer + 1] for layer in layers])
 
     def of_requests(self, count: int) -> float | torch.Tensor:
-        """The same of all layers of so many requests, one request after the other."""
+        """Scales of the logits of all layers of `count` requests, one request after the other."""
         return self.logits[0] if self._same else self._every.repeat(count)
 
     def sinks_of(self, layer: int) -> torch.Tensor | None:
-        """``[Hq]`` of one layer."""
+        """Sinks ``[Hq]`` of one layer."""
         return None if self.sinks is None else self.sinks[layer]
 
     def sinks_of_layers(self, layers: Sequence[int]) -> torch.Tensor | None:
-        """``[n, Hq]`` of some layers; no value leaves the device or comes to it."""
+        """Sinks ``[n, Hq]`` of some layers; no value leaves the device or comes to it."""
         if self.sinks is None:
             return None
         return torch.cat([self.sinks[layer : layer + 1] for layer in layers])
 
     def sinks_of_requests(self, count: int) -> torch.Tensor | None:
-        """The same of all layers of so many requests, one request after the other."""
+        """Sinks of all layers of `count` requests, one request after the other."""
         return None if self.sinks is None else self.sinks.repeat(count, 1)
