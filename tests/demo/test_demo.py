@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from vllm_kvcompress.demo import __main__ as demo
 from vllm_kvcompress.demo.__main__ import parse_args
 from vllm_kvcompress.demo.ask import Reply, Run, summary
 from vllm_kvcompress.demo.questions import (
@@ -59,6 +60,20 @@ def report(on: Run, off: Run | None = None, console: Console | None = None) -> t
     off = off or run(None, 190.0)
     status = show(off, on, question=PEP, method="cake", budget="0.1", console=console)
     return status, out.getvalue()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_both_servers_compute_in_float32_only_where_bfloat16_is_emulated(fast, monkeypatch):
+    assert demo._multiplies_bfloat16() in (True, False)  # torch can say it of this processor
+    monkeypatch.setattr(demo, "_multiplies_bfloat16", lambda: fast)
+    assert ("--dtype" in demo.common(parse_args([]))) is not fast
+
+
+def test_every_core_computes_unless_the_operator_keeps_some(monkeypatch):
+    monkeypatch.delenv(demo.RESERVED_CORES, raising=False)
+    assert demo._every_core() == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    monkeypatch.setenv(demo.RESERVED_CORES, "1")
+    assert demo._every_core() == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 
 
 def test_log_line_is_read():
