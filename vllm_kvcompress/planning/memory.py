@@ -219,7 +219,7 @@ def bytes_beside(sizes: Sizes, settings: CompressionConfig, available: int) -> i
 def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int | None) -> int:
     """Bytes of the buffer for pages that wait to be moved.
 
-    It never exceeds the whole pool, where the pool's size is known.
+    A prompt needs no more of it than the whole pool, where the pool's size is known.
     """
     block = sizes.block_size
     head_page = block * 2 * sizes.head_dim * sizes.cached
