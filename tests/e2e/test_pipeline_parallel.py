@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -68,12 +69,21 @@ SETTINGS = settings(
     decode_interval=32,
     max_whole=512,  # the longest prompt goes in pieces
     piece=256,
+    lookahead=12,  # of long answers: short ones ask for none
 )
 ROUNDS = [
     *[(method, 12) for method in ("snapkv", "tova", "h2o", "off", "pyramidkv", "cake")],
     ("snapkv", LONG),
     ("d2o", LONG),
 ]
+
+
+def asks(method: str, new: int) -> dict[str, Any]:
+    """What a request for `new` tokens asks for."""
+    ahead = {"kv_lookahead": 0} if new < LONG and method != "off" else {}
+    return {"kv_compress": method, **ahead}
+
+
 SCRIPT = """
 import json, sys
 import pytest
@@ -91,9 +101,9 @@ if __name__ == "__main__":
     )
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
-    for method, tokens in rounds:
+    for method, tokens, asks in rounds:
         params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args={"kv_compress": method}
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
         )
         inputs = [{"prompt_token_ids": p} for p in prompts]
         done = llm.generate(inputs, params, use_tqdm=False)
@@ -124,7 +134,8 @@ def start(
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
     (folder / "sitecustomize.py").write_text(site)
-    asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}, rounds, PROMPTS]
+    asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}]
+    asked += [[(method, new, asks(method, new)) for method, new in rounds], PROMPTS]
     here = str(Path(engines.__file__).parent)
     path = os.pathsep.join(filter(None, [str(folder), here, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
@@ -172,7 +183,7 @@ def on_one(model):
     """By round, what all layers on one rank answer."""
     with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
         return {
-            (method, new): llm.generate(PROMPTS, new, extra_args={"kv_compress": method})
+            (method, new): llm.generate(PROMPTS, new, extra_args=asks(method, new))
             for method, new in ROUNDS
         }
 
@@ -220,7 +231,8 @@ def test_the_last_stage_reports_the_layers_of_both(on_two):
 def test_plan_counts_a_stages_layers(model, on_two):
     """Its blocks are those that each stage packs into, its bytes those that one takes."""
     _, log = on_two
-    options = dict(everything=json.dumps(SETTINGS["kvcompress"]), length=LENGTHS[0], output=12,
+    own = {**SETTINGS["kvcompress"], "lookahead": 0}  # as short answers ask for
+    options = dict(everything=json.dumps(own), length=LENGTHS[0], output=12,
                    block_size=32, dtype="float32", ranks=1, longest=2048, requests=64, device="cpu",
                    model=model)  # fmt: skip
     found = ask(PlanOptions(**options, stages=2)).forecast
@@ -262,7 +274,9 @@ def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):
     done = start(model, rounds, 2, 1, "", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, async_scheduling=True)
     for (method, new), (answers, kept) in zip(rounds, told(done), strict=True):
         assert answers[ALIKE] == on_one[method, new][ALIKE]
-        assert kept[0]["layer_tokens"] == [128] * 4
+        ahead = kept[0].get("lookahead", 0)
+        assert ahead == (12 if new == LONG else 0)
+        assert kept[0]["layer_tokens"] == [128 + ahead] * 4
     log = done.stdout + done.stderr
     assert "Using V2 Model Runner" in log
     assert "CompressingAsyncScheduler" in log
@@ -276,7 +290,7 @@ def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
         for (method, new), (answers, _) in zip(
             rounds, told(start(model, rounds, 1, 2)), strict=True
         ):
-            assert answers == llm.generate(PROMPTS, new, extra_args={"kv_compress": method})
+            assert answers == llm.generate(PROMPTS, new, extra_args=asks(method, new))
 
 
 def test_a_stage_that_cannot_pack_ends_the_engine(two_stages):

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,16 @@ SETTINGS = settings(
     decode_interval=32,
     max_whole=512,  # the longest prompt goes in pieces
     piece=256,
+    lookahead=12,  # of long answers: short ones ask for none
 )
+
+
+def asks(method: str, new: int) -> dict[str, Any]:
+    """What a request for `new` tokens asks for."""
+    ahead = {"kv_lookahead": 0} if new < LONG and method != "off" else {}
+    return {"kv_compress": method, **ahead}
+
+
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -50,9 +60,9 @@ if __name__ == "__main__":
         dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
         num_gpu_blocks_override=129, distributed_executor_backend=executor,
     )
-    for method, tokens in rounds:
+    for method, tokens, asks in rounds:
         params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args={"kv_compress": method}
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
         )
         inputs = [{"prompt_token_ids": p} for p in prompts]
         done = llm.generate(inputs, params, use_tqdm=False)
@@ -82,8 +92,9 @@ def start(
     """Run the script: one engine of two ranks."""
     script = Path(model).with_name("script.py")
     script.write_text(SCRIPT)
+    asked = [(method, new, asks(method, new)) for method, new in rounds]
     return subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, rounds, PROMPTS, executor])],
+        [sys.executable, str(script), json.dumps([model, SETTINGS, asked, PROMPTS, executor])],
         capture_output=True,
         text=True,
         timeout=600,
@@ -126,7 +137,7 @@ def on_one(model):
     """By method, and uncompressed as ``off``, the answers of one rank, in this process."""
     with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
         answers = {
-            method: llm.generate(PROMPTS, 12, extra_args={"kv_compress": method})
+            method: llm.generate(PROMPTS, 12, extra_args=asks(method, 12))
             for method in (*METHODS, "off")
         }
         again = llm.watch_repacking()
@@ -245,8 +256,7 @@ def test_actors_answer_as_processes_do(on_ray, on_two):
     """CAKE's too: each rank has the same heads there as here."""
     expected, _ = on_two
     given = {
-        method: on_ray.generate(PROMPTS, 12, extra_args={"kv_compress": method})
-        for method in METHODS
+        method: on_ray.generate(PROMPTS, 12, extra_args=asks(method, 12)) for method in METHODS
     }
     assert given == {method: expected[method] for method in METHODS}
     assert given["snapkv"] != given["cake"]

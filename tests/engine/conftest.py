@@ -36,6 +36,25 @@ def keep_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_async_scheduling(monkeypatch)
 
 
+@pytest.fixture
+def watched(monkeypatch):
+    """Engines whose tallies are kept for the test."""
+    from vllm_kvcompress.engine.scheduling.tally import Tally
+
+    taken = []
+    take = Tally.take
+    monkeypatch.setattr(Tally, "take", lambda self: (taken.append(take(self)), taken[-1])[1])
+
+    def counts(key):
+        total = {}
+        for report in taken:
+            for name, count in (report or {}).get(key, {}).items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    return counts
+
+
 def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if "engine" not in item.keywords and "tests/engine" in str(item.path):

@@ -15,25 +15,6 @@ def model(checkpoints_folder):
     return make("llama-gqa", checkpoints_folder)
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    """Engines whose tallies are kept for the test."""
-    from vllm_kvcompress.engine.scheduling.tally import Tally
-
-    taken = []
-    take = Tally.take
-    monkeypatch.setattr(Tally, "take", lambda self: (taken.append(take(self)), taken[-1])[1])
-
-    def counts(key):
-        total = {}
-        for report in taken:
-            for name, count in (report or {}).get(key, {}).items():
-                total[name] = total.get(name, 0) + count
-        return total
-
-    return counts
-
-
 def test_every_reason_is_told(model, watched):
     some = settings("cake", 0.3, min_output=6, allow_override="all")
     with engine(model, additional_config=some) as llm:

@@ -17,7 +17,7 @@ FILES = [
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference", "lost_plans"),
         *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces"),
-        *("ngram", "cuda_backends"),
+        *("ngram", "cuda_backends", "lookahead"),
         *(["quantised"] if AVX512 else []),
     )
 ]

@@ -325,7 +325,9 @@ def test_ranks_beside_each_other_are_averaged_and_stages_come_one_after_the_othe
         ]
 
     outcome = Outcome(free_before=1, records=[rank(1.0), rank(3.0), rank(5.0), rank(7.0)])
-    limits = SimpleNamespace(settings=SimpleNamespace(compress="cake", budget=0.2))
+    limits = SimpleNamespace(
+        settings=SimpleNamespace(compress="cake", budget=0.2, resolved_lookahead=0)
+    )
     plan, numbers = SimpleNamespace(tokens=90), (1, 3, 5, 7)
     found = kept_map(outcome, plan, limits, "m", numbers=numbers, stages=2)
     assert found.kept_tokens == [2.0, 20.0, 6.0, 60.0]

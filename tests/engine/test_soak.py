@@ -37,6 +37,7 @@ class Load:
         talkative: share of the requests that want a long answer.
         choosy: whether requests choose their method and budget.
         bounded: whether answers are, and requests choose how much.
+        ahead: whether answers judge their prompts, and requests choose after how many tokens.
         model: two layers of it are compressed.
         beside: blocks of the pool for layers with a sliding window.
         options: of the engine.
@@ -50,6 +51,7 @@ class Load:
     talkative: float = 0.4
     choosy: bool = False
     bounded: bool = False
+    ahead: bool = False
     model: str = "llama-two-layers"
     beside: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Load:
     def asks(self) -> list[dict[str, Any] | None]:
         """What requests may ask for: what is quantised is not merged."""
         asks = ASKS_BOUNDED if self.bounded else ASKS if self.choosy else [None]
+        asks = ASKS_AHEAD if self.ahead else asks
         merging = {"kv_compress": "d2o"}.items()
         return [x for x in asks if self.cache == "auto" or not merging <= (x or {}).items()]
 
@@ -67,6 +70,8 @@ class Load:
         """The engine's settings."""
         if self.bounded:
             return BOUNDED
+        if self.ahead:
+            return AHEAD
         return FREE if self.cache == "auto" else settings("cake", 0.3, allow_override=UNMERGED)
 
 
@@ -102,6 +107,14 @@ ASKS_BOUNDED: list[dict[str, Any] | None] = [
     {"kv_compress": "streamingllm", "kv_budget": 64, "kv_decode_budget": 64},
     {"kv_compress": "d2o"},
 ]
+ASKS_AHEAD: list[dict[str, Any] | None] = [
+    None,
+    {"kv_compress": "off"},
+    {"kv_lookahead": 0},
+    {"kv_lookahead": 3, "kv_budget": 0.15},
+    {"kv_compress": "snapkv"},
+    {"kv_compress": "streamingllm"},
+]
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 LOADS = {
@@ -113,12 +126,14 @@ LOADS = {
     "hybrid, bounded": Load(**{**SMALL, "chunk": 128}, bounded=True, model="gpt-oss", beside=12),
     "drafts": Load(**SMALL, choosy=True, options={"speculative_config": DRAFTS}),
     "fp8": Load(**SMALL, choosy=True, cache="fp8"),
+    "ahead": Load(**{**SMALL, "count": 60}, ahead=True, options={"async_scheduling": True}),
 }
 if V2:
     LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
 
 LAYERS, TOGETHER = 2, 24
 FREE = settings("cake", 0.3, allow_override="all")
+AHEAD = settings("cake", 0.3, lookahead=8, allow_override="off,snapkv,streamingllm")
 UNMERGED = "off,snapkv,h2o,streamingllm"
 # In tokens, and the same of a prompt and of an answer: what is computed again keeps what it was
 # granted, and a long answer to a short prompt what it held. Many prompts are longer than a piece.
@@ -161,7 +176,9 @@ def requests(load: Load, seed: int):
 def is_compressed(request: Request, config: CompressionConfig) -> bool:
     """Whether this request's prompt is to be compressed, from what it says alone."""
     own = settings_for(config, request.asks)
-    if own is None or len(request.prompt) < own.min_prompt or request.new < 2:
+    if own is None or len(request.prompt) < own.min_prompt:
+        return False
+    if request.new < own.resolved_lookahead + 2:
         return False
     return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK) is not None
 
@@ -284,7 +301,13 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
             at = at if request_id in packing else []
             llm.manager.replace_settings(config if request_id in meant else left_whole)
             answer = done[request_id]
-            llm.alone(request.prompt, request.new, answer, at, extra_args=asks[request_id])
+            if load.ahead:
+                # Before it is packed a preemption changes nothing. Behind it no fresh request is
+                # judged as the rest is: by queries of its own answer, of a prompt with its answer.
+                own = settings_for(config, request.asks)
+                at = [cut for cut in at if own is None or cut > own.resolved_lookahead]
+                answer, at = answer[: min(at, default=len(answer))], []
+            llm.alone(request.prompt, len(answer), answer, at, extra_args=asks[request_id])
         llm.manager.replace_settings(config)
         others = [request_id for request_id in asked if request_id not in single]
         for start in range(0, len(others), TOGETHER):

@@ -18,7 +18,13 @@ from vllm_kvcompress.planning.memory import (
     sums_per_block,
     table_bytes,
 )
-from vllm_kvcompress.planning.schedules import EveryInterval, Holding, pieces_of
+from vllm_kvcompress.planning.schedules import (
+    EveryInterval,
+    EveryPiece,
+    Holding,
+    LookAhead,
+    pieces_of,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
@@ -46,15 +52,18 @@ class Blocks:
     """Blocks that one request holds.
 
     Args:
-        prefill: at the end of its prefill, when it must be there as a whole.
-        decoding: after the step that ends its prefill.
+        prefill: at the end of its prefill, when it must be there as a whole, and of a look-ahead.
+        decoding: once its prompt is packed: after the step that ends its prefill, or its
+            look-ahead.
         end: the most while it answers: with the last token, or where answers are bounded before
-            one of the times that it is packed again.
+            one of the times that it is packed again. A look-ahead counts to its prefill.
+        mean: over the steps of its answer, the look-ahead's included.
     """
 
     prefill: int
     decoding: int
     end: int
+    mean: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +138,7 @@ class Forecast:
         return payload
 
     def _with_bytes(self, blocks: dict[str, int]) -> dict[str, int]:
-        sizes = {f"{name}_bytes": count * self.block_bytes for name, count in blocks.items()}
+        sizes = {f"{name}_bytes": round(n * self.block_bytes) for name, n in blocks.items()}
         return {**{f"{name}_blocks": count for name, count in blocks.items()}, **sizes}
 
 
@@ -233,7 +242,7 @@ def forecast(
         block_size=block,
         block_bytes=sizes.block_bytes,
         left_whole=whole,
-        kept_tokens=load.prompt if plan is None else plan.pages * block / sizes.layers + plan.tail,
+        kept_tokens=_kept_tokens(load, plan),
         pages=0 if plan is None else plan.pages,
         off=off,
         on=on,
@@ -253,10 +262,35 @@ def _plan(
     if not settings.enabled:
         return None, "only requests that ask for it are compressed"
     plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size)
-    if pieces_of(settings, sizes.layers, sizes.block_size, load.prompt) is not None:
-        return plan, None
-    whole = _left_whole(settings, load, plan)
+    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt)
+    whole = _left_whole(settings, load, plan) if pieces is None else None
+    if whole is None and plan is not None and settings.resolved_lookahead:
+        ahead = _lookahead(settings, sizes, load, pieces)
+        plan = ahead.kept(Holding(num_layers=sizes.layers, block_size=sizes.block_size), ahead.due)
     return (plan, None) if whole is None else (None, whole)
+
+
+def _lookahead(
+    settings: CompressionConfig, sizes: Sizes, load: Load, pieces: EveryPiece | None
+) -> LookAhead:
+    whole = -(-load.prompt // sizes.block_size)
+    return LookAhead(
+        settings=settings,
+        num_layers=sizes.layers,
+        block_size=sizes.block_size,
+        prompt=load.prompt,
+        last=load.prompt + load.output,
+        prefilled=load.prompt,
+        standing=whole if pieces is None else pieces.most_blocks,
+    )
+
+
+def _kept_tokens(load: Load, plan: PagePlan | None) -> float:
+    """Tokens of the prompt that a layer keeps, without those of the answer beside them."""
+    if plan is None:
+        return load.prompt
+    answered = plan.tokens - load.prompt
+    return plan.pages * plan.block_size / plan.num_layers + plan.tail - answered
 
 
 def _most_demanding(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
@@ -284,6 +318,8 @@ def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) 
         return f"shorter than --kv-min-prompt {settings.min_prompt}"
     if load.output < settings.min_output:
         return f"its answer is shorter than --kv-min-output {settings.min_output}"
+    if load.output < settings.resolved_lookahead + 2:
+        return f"its answer ends with the look-ahead of {settings.resolved_lookahead} tokens"
     if plan is None:
         return "the budget keeps all of its full blocks"
     return None
@@ -296,16 +332,20 @@ def _blocks(
     block = sizes.block_size
     dropped = 0 if plan is None else plan.full_blocks - plan.blocks
     prefill, end = -(-load.prompt // block), -(-load.cached // block) - dropped
-    decoding = prefill - dropped
+    packed_at = load.prompt if plan is None else plan.tokens
+    decoding = -(-packed_at // block) - dropped
     pieces = None
     if settings is not None and settings.enabled:
         pieces = pieces_of(settings, sizes.layers, block, load.prompt)
     if pieces is not None:
         prefill = pieces.most_blocks
+    if settings is not None and packed_at > load.prompt:
+        prefill = _lookahead(settings, sizes, load, pieces).most_blocks
+    ahead = packed_at - load.prompt
     if settings is not None and settings.enabled and settings.decode_budget is not None:
         holding = Holding(num_layers=sizes.layers, block_size=block)
         if plan is not None:
-            holding.pack(plan, load.prompt // block)
+            holding.pack(plan, plan.full_blocks)
         last = load.prompt + load.output
         answer = EveryInterval(settings=settings, prefilled=load.prompt, last=last)
         packed = 0 if plan is None else plan.blocks
@@ -314,6 +354,8 @@ def _blocks(
         prefill=prefill + sizes.windowed_blocks(load.prompt, sizes.in_flight),
         decoding=decoding + sizes.windowed_blocks(load.prompt),
         end=end + sizes.windowed_blocks(load.cached),
+        mean=(ahead * prefill + (load.output - ahead) * (decoding + end) / 2) / load.output
+        + sizes.windowed_blocks(load.cached),
     )
 
 

@@ -28,6 +28,14 @@ Window = Annotated[
         help="Last tokens of the prompt, which score the others and are always kept.",
     ),
 ]
+Lookahead = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-lookahead",
+        metavar="TOKENS",
+        help="Tokens of the answer that a prompt stays whole for, and that judge it then.",
+    ),
+]
 MinPrompt = Annotated[
     int | None,
     typer.Option(

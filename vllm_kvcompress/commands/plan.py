@@ -57,6 +57,8 @@ class Answer:
             f" --kv-budget {self.settings.budget}"
         )
         console = Console()
+        if self.settings.lookahead is not None:
+            title += f" --kv-lookahead {self.settings.lookahead}"
         if self.settings.decode_budget is not None:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
         if self.settings.max_whole is not None:
@@ -67,6 +69,7 @@ class Answer:
             console,
             estimated=self.estimated is not None,
             bounded=self.settings.decode_budget is not None,
+            lookahead=self.settings.resolved_lookahead if self.settings.enabled else 0,
             stages=self.stages,
         )
         for line in (self.defaulted, self.estimated and estimate_line(self.estimated)):

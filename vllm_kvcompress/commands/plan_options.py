@@ -18,6 +18,7 @@ class PlanOptions:
     compress: kv_flags.Compress = None
     budget: kv_flags.Budget = None
     window: kv_flags.Window = None
+    lookahead: kv_flags.Lookahead = None
     min_prompt: kv_flags.MinPrompt = None
     everything: kv_flags.Everything = None
     allow_override: kv_flags.AllowOverride = None
@@ -109,6 +110,7 @@ class PlanOptions:
             compress=self.compress,
             budget=self.budget,
             window=self.window,
+            lookahead=self.lookahead,
             min_prompt=self.min_prompt,
             allow_override=self.allow_override,
             budget_bounds=self.budget_bounds,

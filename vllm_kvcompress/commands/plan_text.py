@@ -14,6 +14,7 @@ def show_forecast(
     *,
     estimated: bool = False,
     bounded: bool = False,
+    lookahead: int = 0,
     stages: int = 1,
 ) -> None:
     """Print what a request takes off and compressed, and how many fit.
@@ -21,6 +22,7 @@ def show_forecast(
     Args:
         estimated: the pool's size is an estimate.
         bounded: an answer is packed again as it grows, so it may hold most before its end.
+        lookahead: tokens of the answer that the prompt stays whole for.
         stages: of the pipeline; the figures are of one.
     """
     block, load = forecast.block_bytes, forecast.load
@@ -30,6 +32,9 @@ def show_forecast(
         column.justify = "right"
     kept = round(forecast.kept_tokens)
     answer = f"blocks after {load.output:,} tokens of answer"
+    prefill = "blocks in its prefill"
+    if lookahead:
+        prefill += f" and {lookahead} tokens of answer"
     if bounded:
         answer = f"most blocks in {load.output:,} tokens of answer"
     table.add_row(
@@ -39,9 +44,10 @@ def show_forecast(
         f"{forecast.kept_tokens / load.prompt:.1%}",
     )
     for name, off, on in (
-        ("blocks in its prefill", forecast.off.prefill, forecast.on.prefill),
+        (prefill, forecast.off.prefill, forecast.on.prefill),
         ("blocks while decoding", forecast.off.decoding, forecast.on.decoding),
         (answer, forecast.off.end, forecast.on.end),
+        ("mean blocks while it answers", round(forecast.off.mean), round(forecast.on.mean)),
     ):
         table.add_row(name, f"{off:,}", f"{on:,}", _times(off, on))
     off_bytes, on_bytes = forecast.off.end * block, forecast.on.end * block

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import EveryInterval, Holding
+from vllm_kvcompress.planning.schedules import EveryInterval, Holding, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ANSWER = 24
@@ -34,16 +34,34 @@ class Limits:
 
     @property
     def answer(self) -> int:
-        """Tokens to ask for: where answers are bounded, so many that one may be packed again."""
-        least = max(ANSWER, self.settings.min_output)
+        """Tokens to ask for: so many that a look-ahead ends before, or a bounded answer is packed
+        again."""
+        least = max(ANSWER, self.settings.min_output) + self.settings.resolved_lookahead
         if self.settings.decode_budget is None:
             return least
         # from the start of the prompt's last block to the end of one, and a step that reads it
-        return max(least, self.settings.decode_interval + self.block_size + 2)
+        behind = self.settings.decode_interval + self.block_size + 2
+        return max(least, self.settings.resolved_lookahead + behind)
 
     def plan(self, tokens: int) -> PagePlan | None:
-        """What becomes of a prompt of `tokens`; None when it is left whole."""
-        return self.settings.page_plan(self.layers, tokens, self.block_size)
+        """What becomes of a prompt of `tokens`, with what its look-ahead adds; None when it is left
+        whole."""
+        plan = self.settings.page_plan(self.layers, tokens, self.block_size)
+        if plan is None or not self.settings.resolved_lookahead:
+            return plan
+        lookahead = LookAhead(
+            settings=self.settings,
+            num_layers=self.layers,
+            block_size=self.block_size,
+            prompt=tokens,
+            last=tokens + self.answer,
+            prefilled=tokens,
+            standing=-(-tokens // self.block_size),
+        )
+        return lookahead.kept(self._nothing_packed(), lookahead.due)
+
+    def _nothing_packed(self) -> Holding:
+        return Holding(num_layers=self.layers, block_size=self.block_size)
 
     def shortest(self, at_least: int = 0) -> int:
         """The length of a prompt that is compressed and gives back blocks, with half a block over.
@@ -73,6 +91,8 @@ class Limits:
 
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Blocks that a compressed request holds once `computed` of its tokens are."""
+        if computed < plan.tokens:
+            return -(-computed // self.block_size)
         holding, _ = self._after(plan, computed)
         ordinary = -(-computed // self.block_size) - holding.first_block
         return -(-holding.pages // self.layers) + ordinary
@@ -83,12 +103,13 @@ class Limits:
 
     def _after(self, plan: PagePlan, computed: int) -> tuple[Holding, int]:
         """What is held once `computed` tokens are, and how often the answer was packed by then."""
-        holding, times = Holding(num_layers=self.layers, block_size=self.block_size), 0
+        holding, times = self._nothing_packed(), 0
         holding.pack(plan, plan.full_blocks)
         if self.settings.decode_budget is None:
             return holding, 0
-        last = plan.tokens + self.answer
-        answer = EveryInterval(settings=self.settings, prefilled=plan.tokens, last=last)
+        prompt = plan.tokens - self.settings.resolved_lookahead
+        last = prompt + self.answer
+        answer = EveryInterval(settings=self.settings, prefilled=prompt, last=last)
         for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
             again = answer.plan(holding, blocks * self.block_size)
             if again is not None:

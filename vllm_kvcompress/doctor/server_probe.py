@@ -16,7 +16,10 @@ from vllm_kvcompress.settings.config import CompressionConfig
 # vLLM's figures follow its next step, which is waited for this long.
 _PATIENCE_S = 15.0
 _QUICK_S = 10.0
-_SHOWN = ("method", "budget", "window", "min_prompt", "pressure", "allow_override", "alias")
+_SHOWN = (
+    *("method", "budget", "window", "lookahead", "min_prompt", "pressure"),
+    *("allow_override", "alias"),
+)
 
 
 def examine(
@@ -139,6 +142,8 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], longest: int) -> Limits:
         "min_prompt": int(info.get("min_prompt", 1024)),
         "min_output": int(info.get("min_output", 2)),
     }
+    if info.get("lookahead"):
+        gates["lookahead"] = int(info["lookahead"])
     own: dict[str, Any] = {"compress": info.get("method", "off"), **gates}
     if own["compress"] != "off":
         own |= {"budget": info.get("budget", 0.2)}
@@ -150,10 +155,13 @@ def _limits(metrics: Metrics, xargs: Mapping[str, Any], longest: int) -> Limits:
             f" of {info.get('allow_override')}"
         )
     if method is not None and method != own["compress"]:
-        own = {"compress": method, **gates}
+        # as the server itself makes one method's settings of another's
+        other = CompressionConfig.parse({"compress": "off", "allow_override": "all", **gates})
+        own = other.variant(method).to_additional_config()
         own |= {"budget": info["budget"]} if "budget" in info else {}
-    if budget is not None:
-        own["budget"] = budget
+    for key, value in (("budget", budget), ("lookahead", xargs.get("kv_lookahead"))):
+        if value is not None:
+            own[key] = value
     return Limits(
         settings=CompressionConfig.parse(own),
         # a pipeline's stages share out a budget each
@@ -267,7 +275,8 @@ def _gauge(
     if not during or not alone or before.total(name) or len(after.of(name)) != 1:
         return "usage", True, "not judged: the server is at work for others too"
     total = int(before.of("vllm:cache_config_info")[0].labels["num_gpu_blocks"]) - 1
-    blocks_in_use = [round(metrics.total(name) * total) for _, metrics in during]
+    packed = [metrics for computed, metrics in during if computed > plan.tokens]
+    blocks_in_use = [round(metrics.total(name) * total) for metrics in packed]
     last = limits.blocks_held(plan, plan.tokens + 2 * limits.answer)
     whole = -(-plan.tokens // plan.block_size)
     left = round(after.total(name) * total)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Allocator, Scorer, Selector, Use
+from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, Use
 
 Params = tuple[tuple[str, int | float | str | bool | tuple[int, ...]], ...]
 Merge = bool | Literal["values"]
@@ -25,6 +25,7 @@ class Preset:
         selector_params: likewise of the selector.
         merge: whether evicted tokens are folded into their nearest kept ones, or "values": their
             values alone.
+        lookahead: tokens of an answer that its prompt stays whole for, and that judge it then.
     """
 
     allocator: str
@@ -34,6 +35,7 @@ class Preset:
     scorer_params: Params = ()
     selector_params: Params = ()
     merge: Merge = False
+    lookahead: int = 0
 
 
 _DEFENSIVE: Params = (("aggregate", "defensive"), ("value_norm", True))
@@ -90,6 +92,38 @@ def usual_window(allocator: str, scorer: str, base: str) -> int:
         return PRESETS["dynamickv"].window
     name = base if scorer in CAOTES else scorer
     return PRESETS[name].window if name in PRESETS else 32
+
+
+def least_window(reads: Reads) -> int:
+    """Queries that a method needs to judge, by what it reads: for CAKE's variance two."""
+    return 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
+
+
+def refuse_window(scorer: str, reads: Reads, window: int) -> None:
+    """Raise ConfigError where an observation window has too few queries for what is read."""
+    if window >= least_window(reads):
+        return
+    if Reads.VARIANCE in reads:
+        raise ConfigError(f"CAKE needs a variance; set window to at least 2, got {window}")
+    raise ConfigError(
+        f"scorer {scorer!r} reads the attention of an observation window; set window to at least"
+        f" 1, got {window}"
+    )
+
+
+def refuse_base(scorer: str, base: str | None, scorer_params: Mapping[str, object]) -> None:
+    """Raise ConfigError where `base` names a scorer's weights that it does not take, or twice."""
+    if base is None:
+        return
+    if scorer not in CAOTES:
+        raise ConfigError(
+            f"base={base!r} needs one of the scorers {sorted(CAOTES)}, got {scorer!r}; remove base,"
+            " or set scorer to caote"
+        )
+    if (other := scorer_params.get("base", base)) != base:
+        raise ConfigError(
+            f"base is given twice, {base!r} and in scorer_params {other!r}; remove one"
+        )
 
 
 def refuse_nonsense(

@@ -249,8 +249,10 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
             return 0
         prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
         plan = page_plan(prompt, sizes.block_size)
-        return otherwise if plan is None else plan.pages
+        return otherwise if plan is None else min(plan.pages + ahead, every)
 
+    # what an answer wrote while its prompt stood whole is packed with it
+    ahead = sizes.layers * -(-variant.resolved_lookahead // sizes.block_size)
     budgets = largest_budgets(settings, variant.compress)
     every = sizes.layers * (sizes.longest // sizes.block_size)
     page_counts = [pages(budget, 0) for budget in budgets.granted]

@@ -1,15 +1,16 @@
 """When a request is packed, and to how many pages: from lengths alone.
 
-A request has one holding, and up to two schedules one after the other: of its prefill, `AtEnd` or
-`EveryPiece`, and of its answer, `EveryInterval`. Each is asked the same: is the request packed
-after the step that ends with so many tokens computed, and how?
+A request has one holding, and up to three schedules one after the other: of its prefill, `AtEnd` or
+`EveryPiece`, of a prompt that its answer's first tokens judge, `LookAhead`, and of its answer,
+`EveryInterval`. Each is asked the same: is the request packed after the step that ends with so many
+tokens computed, and how?
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
@@ -86,12 +87,14 @@ class EveryPiece:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         tokens: of the whole prefill, S.
+        packs_end: whether the prompt's end is a boundary; a look-ahead packs it later.
     """
 
     settings: CompressionConfig
     num_layers: int
     block_size: int
     tokens: int
+    packs_end: bool = True
 
     @property
     def first_end(self) -> int:
@@ -108,11 +111,11 @@ class EveryPiece:
     def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
 
-        It must end at a boundary and leave more than may be held; the prompt's end always packs,
-        by then to what the tail leaves.
+        It must end at a boundary and leave more than may be held; the prompt's end, where it is
+        one, always packs, by then to what the tail leaves.
         """
-        ends = tokens == self.tokens
-        if not ends and tokens % self.settings.piece:
+        ends = tokens == self.tokens and self.packs_end
+        if not ends and (tokens == self.tokens or tokens % self.settings.piece):
             return None
         blocks, rest = divmod(tokens, self.block_size)
         tail = rest if ends else 0
@@ -143,6 +146,80 @@ class EveryPiece:
         """Pages over all layers that may be held at a boundary, `tail` tokens behind them."""
         prompt = self.settings.prompt(self.num_layers, self.tokens)
         return pages_kept(prompt, tail, self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAhead:
+    """A prompt that stands as its prefill left it until the first tokens of its answer judge it.
+
+    The answer's tokens so far are kept beside what the budget keeps of the prompt: from then on as
+    much is held as if the prompt had been packed when its prefill ended.
+
+    Args:
+        settings: what packs it.
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        prompt: tokens of the prompt, S.
+        last: tokens of its longest answer and its prompt.
+        prefilled: tokens when its prefill ends, those of an answer that was preempted included.
+        standing: blocks that its prefill takes at most.
+    """
+
+    settings: CompressionConfig
+    num_layers: int
+    block_size: int
+    prompt: int
+    last: int
+    prefilled: int
+    standing: int
+
+    @property
+    def due(self) -> int:
+        """Tokens that are computed when it is packed."""
+        return self.prompt + self.settings.resolved_lookahead
+
+    def answered(self, tokens: int) -> int:
+        """Tokens of the answer that are computed once `tokens` of the request are."""
+        return tokens - self.prompt
+
+    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+
+        The step's own token is the next after `tokens`: another step must read what is packed.
+        """
+        if tokens < self.due or tokens + 1 >= self.last:
+            return None
+        return self.kept(holding, tokens)
+
+    def kept(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """What is kept if it is packed once `tokens` are computed; None if that is everything."""
+        layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)
+        own = self.settings.prompt(layers, self.prompt)
+        prompt = replace(
+            own,
+            tokens=tokens,
+            budget=own.budget + answered,
+            total=None if own.total is None else own.total + layers * answered,
+        )
+        if not holding.pages:
+            return page_plan(prompt, size)
+        blocks, tail = divmod(tokens, size)
+        pages = min(pages_kept(prompt, tail, size), holding.pages_at(blocks))
+        return PagePlan(
+            num_layers=layers,
+            tokens=holding.most_tokens(blocks * size) + tail,
+            block_size=size,
+            window=prompt.window,
+            budget=prompt.budget,
+            pages=pages,
+            total=prompt.total,
+        )
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the prompt and its answer hold at most until they are packed."""
+        behind = -(-self.due // self.block_size) + self.prefilled // -self.block_size
+        return self.standing + behind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,19 +324,21 @@ class RequestSchedule:
     """One request's holding, and what packs it.
 
     Args:
-        prefill: until its prefill ends; None where the prompt is left whole.
+        prefill: until its prefill ends; None where nothing is packed by then.
+        lookahead: from then on until it has packed the prompt; None where nothing waits for it.
         answer: from then on; None where the answer is not bounded.
         prefilled: whether the prefill has ended.
     """
 
     holding: Holding
     prefill: AtEnd | EveryPiece | None
+    lookahead: LookAhead | None = None
     answer: EveryInterval | None = None
     prefilled: bool = False
 
     def plan(self, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
-        schedule = self.answer if self.prefilled else self.prefill
+        schedule = (self.lookahead or self.answer) if self.prefilled else self.prefill
         return None if schedule is None else schedule.plan(self.holding, tokens)
 
 

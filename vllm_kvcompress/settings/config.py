@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -19,7 +20,10 @@ from vllm_kvcompress.methods.presets import (
     Merge,
     Params,
     Preset,
+    least_window,
+    refuse_base,
     refuse_nonsense,
+    refuse_window,
     usual_window,
 )
 from vllm_kvcompress.methods.prompt import Prompt
@@ -27,25 +31,29 @@ from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.selectors import SELECTORS
 from vllm_kvcompress.settings.decode import USUAL_WINDOW, DecodeSettings
+from vllm_kvcompress.settings.lookahead import LookaheadSettings, judges_by_window
 from vllm_kvcompress.settings.parsing import (
     Alias,
     Bounds,
+    one_sentence,
     parse_aliases,
     parse_bounds,
     parse_budget,
     parse_merge,
     parse_methods,
     plain,
+    whole_tokens,
 )
 from vllm_kvcompress.settings.pieces import PieceSettings
 
 MAX_WINDOW = 1024
 _OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
-_OF_THE_ENGINE |= {*DecodeSettings.model_fields, *PieceSettings.model_fields}
+for _settings in (DecodeSettings, PieceSettings, LookaheadSettings):
+    _OF_THE_ENGINE |= {*_settings.model_fields}
 _FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
 
 
-class CompressionConfig(DecodeSettings, PieceSettings):
+class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
     """Settings of one engine, frozen and hashable.
 
     Every field is a key of ``--kv-compress-config JSON`` and of
@@ -113,9 +121,7 @@ class CompressionConfig(DecodeSettings, PieceSettings):
     @field_validator("window", "min_prompt", mode="before")
     @classmethod
     def _whole(cls, value: Any) -> Any:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ConfigError(f"must be a whole number of tokens, got {value!r}")
-        return value
+        return whole_tokens(value)
 
     @field_validator("min_output", "pressure", mode="before")
     @classmethod
@@ -172,27 +178,13 @@ class CompressionConfig(DecodeSettings, PieceSettings):
         if not self.enabled:
             return self
         parts, window = self.parts, self.resolved_window
-        if self.base is not None and parts.scorer not in CAOTES:
-            raise ConfigError(
-                f"base={self.base!r} needs one of the scorers {sorted(CAOTES)}, got"
-                f" {parts.scorer!r}; remove base, or set scorer to caote"
-            )
-        if self.base is not None and dict(self.scorer_params).get("base", self.base) != self.base:
-            raise ConfigError(
-                f"base is given twice, {self.base!r} and in scorer_params"
-                f" {dict(self.scorer_params)['base']!r}; remove one"
-            )
+        refuse_base(parts.scorer, self.base, dict(self.scorer_params))
         allocator, scorer = self.build_allocator(), self.build_scorer()
         refuse_nonsense(parts, allocator, scorer, self.build_selector())
         reads = allocator.reads | scorer.reads
-        if window < 1 and Reads.WINDOW in scorer.reads:
-            raise ConfigError(
-                f"scorer {self.parts.scorer!r} reads the attention of an observation window;"
-                f" set window to at least 1, got {window}"
-            )
-        if window < 2 and Reads.VARIANCE in reads:
-            raise ConfigError(f"CAKE needs a variance; set window to at least 2, got {window}")
-        least = 2 if Reads.VARIANCE in reads else int(Reads.WINDOW in reads)
+        least = least_window(reads)
+        self.refuse_lookahead_nonsense(self.compress, reads, least)
+        refuse_window(parts.scorer, reads, window)
         self.refuse_decode_nonsense(self.resolved_decode_window, least)
         self.refuse_piece_nonsense(window, self.min_prompt)
         if isinstance(self.budget, int) and self.budget <= window:
@@ -233,7 +225,7 @@ class CompressionConfig(DecodeSettings, PieceSettings):
         try:
             return cls.model_validate(dict(raw))
         except ValidationError as e:
-            raise ConfigError(_one_sentence(e)) from None
+            raise ConfigError(one_sentence(e)) from None
 
     def to_additional_config(self) -> dict[str, Any]:
         """Plain JSON values that `parse` turns back into an equal configuration."""
@@ -291,6 +283,9 @@ class CompressionConfig(DecodeSettings, PieceSettings):
             keys = type(self).model_fields.keys() - _FOR_REQUESTS
         values = {key: getattr(self, key) for key in self.model_fields_set & keys}
         values["compress"] = name
+        other = name != self.compress and name in PRESETS
+        if "lookahead" in values and other and not judges_by_window(_reads_of(name)):
+            del values["lookahead"]
         if budget is not None or "budget" not in values:
             values["budget"] = self.budget if budget is None else budget
         return type(self).parse(values)
@@ -322,12 +317,19 @@ class CompressionConfig(DecodeSettings, PieceSettings):
             scorer_params=preset.scorer_params if scorer == preset.scorer else (),
             selector_params=preset.selector_params if selector == preset.selector else (),
             merge=preset.merge if self.merge is None else self.merge,
+            lookahead=preset.lookahead,
         )
 
     @property
     def resolved_window(self) -> int:
-        """Observation window in tokens."""
-        return self.parts.window
+        """Observation window in tokens; no longer than a look-ahead, whose queries alone judge."""
+        own, ahead = self.parts.window, self.resolved_lookahead
+        return min(own, ahead) if ahead else own
+
+    @property
+    def resolved_lookahead(self) -> int:
+        """Tokens of an answer that its prompt stays whole for; 0 packs it when its prefill ends."""
+        return self.parts.lookahead if self.lookahead is None else self.lookahead
 
     @property
     def resolved_decode_window(self) -> int:
@@ -387,11 +389,8 @@ class CompressionConfig(DecodeSettings, PieceSettings):
         )
 
 
-def _one_sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"][:1])
-    text = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return text if not key or key in text else f"{key} {text}"
-    message = text[:1].lower() + text[1:]
-    return f"{key}: {message}, got {first.get('input')!r}"
+@cache
+def _reads_of(method: str) -> Reads:
+    """What the preset of this name reads of a prompt."""
+    preset = CompressionConfig.parse({"compress": method})
+    return preset.build_allocator().reads | preset.build_scorer().reads

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.parsing import whole_tokens
 
 USUAL_WINDOW = 8
 """Longest decode window in tokens, unless one is given: a method with a smaller observation window
@@ -33,9 +34,7 @@ class DecodeSettings(BaseModel):
     @field_validator("decode_budget", "decode_interval", "decode_window", mode="before")
     @classmethod
     def _tokens(cls, value: Any) -> Any:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ConfigError(f"must be a whole number of tokens, got {value!r}")
-        return value
+        return whole_tokens(value)
 
     def refuse_decode_nonsense(self, window: int, least: int) -> None:
         """Check the settings against each other.

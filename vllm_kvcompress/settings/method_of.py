@@ -39,10 +39,11 @@ def merges(settings: CompressionConfig) -> bool:
 
 
 def ring_window(settings: CompressionConfig) -> int:
-    """The most last queries that an engine keeps of each growing answer; 0 where none is read."""
-    if settings.decode_budget is None:
-        return 0
-    windows = [variant.resolved_decode_window for variant in settings.variants]
-    if any(adds_up(variant) for variant in settings.variants):
-        windows.append(settings.decode_interval)
+    """The most last queries that an engine keeps of each answer; 0 where none is read."""
+    ahead = [each for each in settings.variants if each.resolved_lookahead]
+    windows = [0, *(variant.resolved_window for variant in ahead)]
+    if settings.decode_budget is not None:
+        windows += [variant.resolved_decode_window for variant in settings.variants]
+        if any(adds_up(variant) for variant in settings.variants):
+            windows.append(settings.decode_interval)
     return max(windows)

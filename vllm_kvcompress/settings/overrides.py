@@ -10,8 +10,8 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
-DECODE_BUDGET = "kv_decode_budget"
-_KEYS = (COMPRESS, BUDGET, DECODE_BUDGET)
+DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
+_KEYS = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
 _OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 _LONGEST = 24
 """Letters of an unknown key that are compared with our keys, to find one that was misspelt."""
@@ -26,8 +26,9 @@ def settings_for(
 
     Args:
         settings: the engine's; None when it runs without compression.
-        extra_args: the request's, with ``kv_compress``, ``kv_budget`` and ``kv_decode_budget`` if
-            it asks for anything, and ``kv_alias`` if it came under one of the model's other names.
+        extra_args: the request's, with ``kv_compress``, ``kv_budget``, ``kv_decode_budget`` and
+            ``kv_lookahead`` if it asks for anything, and ``kv_alias`` if it came under one of the
+            model's other names.
 
     Raises:
         OverrideError: the request asks for something that it may not have, or that does not exist.
@@ -37,7 +38,7 @@ def settings_for(
     choice = _choice(extra_args) if extra_args else None
     named = (extra_args or {}).get(ALIAS)
     if settings is None:
-        if named is None and (choice is None or choice[0] == "off"):
+        if named is None and (choice is None or choice.compress == "off"):
             return None
         raise OverrideError(
             "not_allowed",
@@ -47,7 +48,7 @@ def settings_for(
     if named is not None and not isinstance(named, str):
         raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
     if choice is not None or named is not None:
-        return _override(settings, named, *(choice or (None, None, None)))
+        return _override(settings, named, choice or _Choice())
     return settings if settings.enabled else None
 
 
@@ -113,10 +114,17 @@ def how_to_ask(settings: CompressionConfig) -> dict[str, str]:
     return {ALIAS: next(alias.name for alias in settings.alias if alias.method != "off")}
 
 
-def _choice(
-    extra_args: Mapping[str, Any],
-) -> tuple[str | None, float | int | None, int | None] | None:
-    """Method, budget and decode budget that a request names; None when it names none."""
+class _Choice(NamedTuple):
+    """What a request names."""
+
+    compress: str | None = None
+    budget: float | int | None = None
+    growing: int | None = None
+    lookahead: int | None = None
+
+
+def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
+    """What a request names; None when it names nothing."""
     if not extra_args.keys() & set(_KEYS):
         return None
     compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
@@ -138,17 +146,23 @@ def _choice(
                 f"{BUDGET} must be a ratio in (0, 1] or at least 2 tokens per layer, got"
                 f" {budget!r}; write 1.0 to keep everything",
             )
-    growing = extra_args.get(DECODE_BUDGET)
+    growing = _whole(extra_args, DECODE_BUDGET, 2, "2 tokens per layer")
+    lookahead = _whole(extra_args, LOOKAHEAD, 0, "0 tokens of the answer")
+    return _Choice(compress, budget, growing, lookahead)
+
+
+def _whole(extra_args: Mapping[str, Any], key: str, least: int, described: str) -> int | None:
+    """The whole number that a request names under a key; None where it names none."""
+    value = extra_args.get(key)
     # `1` may arrive as 1.0, and `true` as 1.
-    if isinstance(growing, float) and growing.is_integer():
-        growing = int(growing)
-    if DECODE_BUDGET in extra_args and (type(growing) is not int or growing < 2):
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if key in extra_args and (type(value) is not int or value < least):
         raise OverrideError(
             "invalid",
-            f"{DECODE_BUDGET} must be a whole number of at least 2 tokens per layer, got"
-            f" {extra_args[DECODE_BUDGET]!r}",
+            f"{key} must be a whole number of at least {described}, got {extra_args[key]!r}",
         )
-    return compress, budget, growing
+    return value
 
 
 def _refuse_others(extra_args: Mapping[str, Any]) -> None:
@@ -166,12 +180,11 @@ def _refuse_others(extra_args: Mapping[str, Any]) -> None:
 def _override(
     settings: CompressionConfig,
     named: str | None,
-    compress: str | None,
-    budget: float | int | None,
-    growing: int | None,
+    choice: _Choice,
 ) -> CompressionConfig | None:
+    compress, budget, growing, lookahead = choice
     alias = None if named is None else _alias(settings, named)
-    if alias is not None and compress is None and budget is None and growing is None:
+    if alias is not None and choice == _Choice():
         return settings.granted(alias)
     allowed = settings.allow_override
     if not allowed:
@@ -189,12 +202,13 @@ def _override(
             f"{COMPRESS} must be one of {sorted(permitted)} on this server, got {compress!r}",
         )
     if method == "off":
-        if growing is not None:
-            raise OverrideError(
-                "invalid",
-                f"{DECODE_BUDGET}={growing} needs a method, and this request has none; add"
-                f" {COMPRESS}, one of {sorted(permitted - {'off'})}",
-            )
+        for key, value in ((DECODE_BUDGET, growing), (LOOKAHEAD, lookahead)):
+            if value is not None:
+                raise OverrideError(
+                    "invalid",
+                    f"{key}={value} needs a method, and this request has none; add {COMPRESS}, one"
+                    f" of {sorted(permitted - {'off'})}",
+                )
         if compress is None:
             why = "this server compresses only requests that ask for one"
             if alias is not None:
@@ -213,11 +227,24 @@ def _override(
         _may_bound(settings, growing)
     try:
         asked = settings.variant(method, budget)
-        if growing is None:
-            return asked
-        return CompressionConfig.parse({**asked.to_additional_config(), "decode_budget": growing})
+        if lookahead is not None:
+            _may_look_ahead(asked, lookahead)
+        more = {"decode_budget": growing, "lookahead": lookahead}
+        more = {key: value for key, value in more.items() if value is not None}
+        return CompressionConfig.parse(asked.to_additional_config() | more) if more else asked
     except ConfigError as e:
         raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
+
+
+def _may_look_ahead(asked: CompressionConfig, tokens: int) -> None:
+    """Refuse a longer look-ahead than the method's on this server, which keeps so many queries."""
+    most = asked.resolved_lookahead
+    if tokens > most:
+        raise OverrideError(
+            "out_of_bounds",
+            f"{LOOKAHEAD} must be at most {most} for {asked.compress!r} on this server, got"
+            f" {tokens}",
+        )
 
 
 def _may_bound(settings: CompressionConfig, budget: int) -> None:

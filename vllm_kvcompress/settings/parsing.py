@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.presets import PRESETS, Merge
@@ -94,6 +96,17 @@ def parse_methods(value: Any) -> tuple[str, ...]:
     for name in names:
         choose("allow_override", dict.fromkeys(("off", *PRESETS)), name)
     return names
+
+
+def whole_tokens(value: Any) -> Any:
+    """Let whole numbers and their texts pass, for pydantic to read.
+
+    Raises:
+        ConfigError: a bool, which pydantic would take for a number, or a fraction.
+    """
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ConfigError(f"must be a whole number of tokens, got {value!r}")
+    return value
 
 
 def parse_merge(value: Any) -> Merge | None:
@@ -194,3 +207,14 @@ def _no_alias(value: Any) -> ConfigError:
         "alias must be NAME=METHOD:BUDGET such as llama@kv0.2=cake:0.2, or NAME=off to compress"
         f" nothing under that name; got {str(value)!r}"
     )
+
+
+def one_sentence(error: ValidationError) -> str:
+    """The first thing that is wrong, with its key and what was given."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"][:1])
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return text if not key or key in text else f"{key} {text}"
+    message = text[:1].lower() + text[1:]
+    return f"{key}: {message}, got {first.get('input')!r}"

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.parsing import whole_tokens
 
 USUAL_PIECE = 4096
 
@@ -28,9 +29,7 @@ class PieceSettings(BaseModel):
     @field_validator("max_whole", "piece", mode="before")
     @classmethod
     def _tokens_of_a_prompt(cls, value: Any) -> Any:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ConfigError(f"must be a whole number of tokens, got {value!r}")
-        return value
+        return whole_tokens(value)
 
     def refuse_piece_nonsense(self, window: int, min_prompt: int) -> None:
         """Check the settings against each other.

@@ -178,13 +178,22 @@ class PromptCompressor:
                     step.remembered.append((span.blocks, span.prefill))
         for todo in plan.pack:
             row = row_of[todo.request_id]
-            if not todo.prefill:
-                step.jobs.append(Job(todo=todo, method=method_of(todo.settings), row=row))
+            if todo.judged_by_answer:
+                step.jobs.append(self._judged_by_answer(todo, row, block_table))
                 continue
             span = self._span(step, todo.request_id, todo.settings, row, query_start)
             span.blocks = self._blocks(block_table, row, todo.tokens)
             step.jobs.append(self._job(step, todo, span))
         step.additions = [(todo, row_of[todo.request_id]) for todo in plan.add]
+
+    def _judged_by_answer(self, todo: Pack, row: int, block_table: torch.Tensor) -> Job:
+        """What packs an answer, or a prompt after its look-ahead."""
+        method = method_of(todo.settings)
+        if not todo.prefill:
+            return Job(todo=todo, method=method, row=row)
+        blocks = self._blocks(block_table, row, todo.tokens) if todo.whole else None
+        stopwatch = Stopwatch(self.pool.pages.device)
+        return Job(todo=todo, method=method, row=row, blocks=blocks, stopwatch=stopwatch)
 
     def _span(
         self,
@@ -256,7 +265,7 @@ class PromptCompressor:
         step = self._step
         if step is None or step.plan is None or step.laid_out:
             return False
-        return bool(step.plan.observe) or any(todo.prefill for todo in step.plan.pack)
+        return bool(step.plan.observe) or any(not todo.judged_by_answer for todo in step.plan.pack)
 
     @property
     def needs_tables(self) -> bool:
@@ -345,21 +354,24 @@ class PromptCompressor:
         kept = self.packer.run(step.jobs)
         for job in step.jobs:
             if job.todo.prefill:
-                self._note(job.todo, kept[job.todo.request_id])
+                self._note(job, kept[job.todo.request_id])
         for request_id in step.plan.grow:
             self._prefills.pop(request_id, None)
         self._step = None
         return step.plan.number
 
-    def _note(self, todo: Pack, pages: torch.Tensor) -> None:
+    def _note(self, job: Job, pages: torch.Tensor) -> None:
         """Take in that a prompt was packed; one whose end that was is done."""
-        prefill = self._prefills[todo.request_id]
-        prefill.sums = {}
-        prefill.held = todo.plan.most_pages * todo.plan.block_size, todo.tokens
-        if todo.ends:
-            del self._prefills[todo.request_id]
-            self.compressed += 1
-            self.reports.add(todo, pages, prefill.stopwatch)
+        todo = job.todo
+        if not todo.ends:
+            prefill = self._prefills[todo.request_id]
+            prefill.sums = {}
+            prefill.held = todo.plan.most_pages * todo.plan.block_size, todo.tokens
+            return
+        self._prefills.pop(todo.request_id, None)
+        self.compressed += 1
+        assert job.stopwatch is not None, todo
+        self.reports.add(todo, pages, job.stopwatch)
 
     def warm_up(self, longest: int) -> None:
         """Pack prompts and answers of nobody, so that no request waits for a kernel's compilation.

@@ -36,7 +36,7 @@ class Job:
         blocks: of a prompt, ``[n]`` int64 vLLM block ids of its tokens; those that were packed are
             no longer its own.
         queries: of a prompt, per layer that is shown its observation window, the last
-            ``[w, Hq, D]`` queries. The ring has those of an answer.
+            ``[w, Hq, D]`` queries. The ring has those of an answer, also where they judge a prompt.
         sums: of a prompt of which nothing was dropped, per layer that is shown them, column sums
             ``[Hq, S]`` float32. The pool has those of the others.
         stopwatch: runs while it is packed; None where nobody asks how long that takes.
@@ -217,7 +217,8 @@ class Packer:
         """Score every row, as many at once as fit into memory."""
         method, layers, observed = jobs[0].method, self.num_layers, dict[int, Observed]()
         window = jobs[0].todo.plan.window
-        from_ring = None if jobs[0].todo.prefill else self._queries_of_answers(jobs, window)
+        judged = jobs[0].todo.judged_by_answer
+        from_ring = self._queries_of_answers(jobs, window) if judged else None
         count = self.at_once(held.most)
         for scored in (True, False):
             rows = [r for r in range(len(held.pages)) if method.scores_layer(r % layers) is scored]
@@ -228,10 +229,10 @@ class Packer:
                 own = self.rows(part, [row % layers for row in some], reads)
                 attention = sums = None
                 if Reads.WINDOW in reads:
-                    query = self._queries(jobs, some, window) if from_ring is None else None
-                    if from_ring is not None:
-                        query = from_ring[some[0] : some[-1] + 1]
-                    assert query is not None
+                    if from_ring is None:
+                        query = self._queries(jobs, some, window)
+                    else:
+                        query = _of_rows(from_ring, some)
                     attention = method.attention(own, query)
                 if Reads.COLUMN_SUMS in reads:
                     sums = self._sums(jobs, some, part)
@@ -310,9 +311,10 @@ class Packer:
         )
 
 
-def _alike(job: Job) -> tuple[str, bool, int]:
-    """What requests have in common that are packed together: method, window and tail."""
-    return str(job.todo.settings), job.todo.prefill, job.todo.plan.tail
+def _alike(job: Job) -> tuple[str, bool, bool, int]:
+    """What requests have in common that are packed together: method, window, queries and tail."""
+    todo = job.todo
+    return str(todo.settings), todo.prefill, todo.judged_by_answer, todo.plan.tail
 
 
 def _rows_of(held: Held, rows: Sequence[int]) -> Held:
@@ -320,4 +322,11 @@ def _rows_of(held: Held, rows: Sequence[int]) -> Held:
     if rows[-1] - rows[0] + 1 == len(rows):
         return held.some(slice(rows[0], rows[-1] + 1))
     assert held.lengths is None, "rows of different lengths are all scored"
-    return replace(held, pages=torch.stack([held.pages[row] for row in rows]))
+    return replace(held, pages=_of_rows(held.pages, rows))
+
+
+def _of_rows(every: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of a tensor: a view where they lie side by side."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return every[rows[0] : rows[-1] + 1]
+    return torch.stack([every[row] for row in rows])

@@ -107,7 +107,8 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
     return Packed(
         request_id=pending.todo.request_id,
         method=pending.todo.settings.compress,
-        tokens=pending.todo.tokens,
+        tokens=pending.todo.tokens - pending.todo.answered,
+        answered=pending.todo.answered,
         layers=layers,
         layer_tokens=tuple(int(count) * plan.block_size + plan.tail for count in pages),
         seconds=pending.stopwatch.seconds,
@@ -117,12 +118,13 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
 def _log(done: Packed, todo: Pack) -> None:
     tail_blocks = int(todo.plan.tail > 0)
     logger.info(
-        "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f blocks_before=%d"
+        "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f lookahead=%d blocks_before=%d"
         " blocks_after=%d layer_tokens=%s",
         done.request_id,
         done.tokens,
         done.kept,
-        done.tokens // todo.plan.block_size + tail_blocks,
+        done.answered,
+        todo.tokens // todo.plan.block_size + tail_blocks,
         todo.plan.blocks + tail_blocks,
         str(list(done.layer_tokens)).replace(" ", ""),
     )

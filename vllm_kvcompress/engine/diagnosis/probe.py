@@ -86,21 +86,26 @@ def _packed(wrapper: Any) -> int:
 
 def judge(outcome: Outcome, plan: PagePlan, limits: Limits) -> list[Check]:
     """What `outcome` says about whether compression works."""
-    checks = [_worker(outcome, plan), _blocks(outcome, plan, limits), _pool(outcome)]
+    checks = [_worker(outcome, plan, limits), _blocks(outcome, plan, limits), _pool(outcome)]
     if limits.settings.decode_budget is not None:
         checks.insert(1, _answer(outcome, plan, limits))
     return checks
 
 
-def _worker(outcome: Outcome, plan: PagePlan) -> Check:
+def _prompt(plan: PagePlan, limits: Limits) -> int:
+    """Tokens of the prompt that was packed, perhaps with those of a look-ahead."""
+    return plan.tokens - limits.settings.resolved_lookahead
+
+
+def _worker(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
     pages = [sum(record["pages"] for record in records) for records in outcome.records]
     ok = all(prompts == 1 for prompts in outcome.packed) and all(
         packed_pages == plan.pages for packed_pages in pages
     )
     if ok:
         detail = (
-            f"{len(pages)} of {len(pages)} ranks packed the prompt of {plan.tokens} tokens into"
-            f" {plan.pages} pages"
+            f"{len(pages)} of {len(pages)} ranks packed the prompt of {_prompt(plan, limits)}"
+            f" tokens into {plan.pages} pages"
         )
     else:
         detail = (
@@ -128,8 +133,9 @@ def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
     wrong = [
         (n, blocks) for n, blocks in outcome.blocks_held if blocks != limits.blocks_held(plan, n)
     ]
-    if not outcome.blocks_held:
-        detail = "the request never decoded, so that its blocks could not be counted"
+    packed = [blocks for tokens, blocks in outcome.blocks_held if tokens >= plan.tokens]
+    if not packed:
+        detail = "the request never decoded so far that it was packed and its blocks counted"
     elif wrong:
         tokens, blocks = wrong[0]
         detail = (
@@ -140,10 +146,12 @@ def _blocks(outcome: Outcome, plan: PagePlan, limits: Limits) -> Check:
         )
     else:
         detail = (
-            f"{outcome.blocks_held[0][1]} held while decoding, as planned, instead of {whole}, at"
-            f" each of {len(outcome.blocks_held)} steps"
+            f"{packed[0]} held while decoding, as planned, instead of {whole}, at each of"
+            f" {len(packed)} steps"
         )
-    return Check(name="blocks", ok=bool(outcome.blocks_held) and not wrong, detail=detail)
+        if ahead := limits.settings.resolved_lookahead:
+            detail += f" after a look-ahead of {ahead} tokens"
+    return Check(name="blocks", ok=bool(packed) and not wrong, detail=detail)
 
 
 def _pool(outcome: Outcome) -> Check:
@@ -188,7 +196,7 @@ def kept_map(
         model=model,
         method=limits.settings.compress,
         budget=limits.settings.budget,
-        prompt_tokens=plan.tokens,
+        prompt_tokens=_prompt(plan, limits),
         kv_heads=sum(rank["kv_heads"] for rank in each_stage[0]),
         kept_tokens=[tokens for stage in kept for tokens in stage],
         share=share,

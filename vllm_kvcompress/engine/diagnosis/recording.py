@@ -78,7 +78,7 @@ def repacked(wrapper: Any) -> int:
 
 
 def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) -> dict[str, Any]:
-    """The positions of one prompt, counted.
+    """The positions of one prompt, counted; those of its answer, after a look-ahead, are not.
 
     Args:
         pages: ``[L]``, pages that each layer keeps.
@@ -90,13 +90,15 @@ def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) 
         `KeptMap`.
     """
     layers, heads, _ = kept.shape
-    buckets = min(buckets, todo.tokens)
+    prompt = todo.tokens - todo.answered
+    buckets = min(buckets, prompt)
     stays = torch.zeros(layers, heads, todo.tokens + 1, dtype=torch.bool)
     # The modulus sends -1 to the column behind the prompt.
     stays.scatter_(2, kept.long().cpu() % (todo.tokens + 1), True)
     stays = stays[..., :-1]
     stays[..., todo.tokens // todo.plan.block_size * todo.plan.block_size :] = True
-    bucket = torch.arange(todo.tokens) * buckets // todo.tokens
+    stays = stays[..., :prompt]
+    bucket = torch.arange(prompt) * buckets // prompt
     counts = torch.zeros(layers, buckets).index_add_(1, bucket, stays.sum(1).float())
     share = counts / (heads * torch.bincount(bucket, minlength=buckets))
     return {

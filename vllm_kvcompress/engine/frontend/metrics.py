@@ -167,6 +167,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "method": settings.compress,
             "budget": str(settings.budget),
             "window": str(settings.resolved_window if settings.enabled else 0),
+            "lookahead": "" if settings.lookahead is None else str(settings.lookahead),
             "min_prompt": str(settings.min_prompt),
             "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),

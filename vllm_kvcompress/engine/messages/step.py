@@ -24,7 +24,9 @@ class Pack:
         tokens: tokens computed when the step ends; a multiple of the block but at a prompt's end.
         destination: vLLM block ids that receive the kept tokens; None where layers keep the pages
             that they have.
-        prefill: it is a prompt: the last queries of its prefill choose, not those of an answer.
+        prefill: it is a prompt, and not an answer that is packed again.
+        answered: of a prompt, tokens of its answer that were computed by then, and choose: 0 where
+            the last queries of its prefill do.
         whole: nothing of it was dropped yet, so that a token's slot is its position.
         ends: this is the prompt's end.
         in_place: some of the pages that are written may be read, so that all are staged.
@@ -36,9 +38,15 @@ class Pack:
     tokens: int
     destination: tuple[int, ...] | None
     prefill: bool = True
+    answered: int = 0
     whole: bool = True
     ends: bool = True
     in_place: bool = False
+
+    @property
+    def judged_by_answer(self) -> bool:
+        """Whether the queries that choose are those of decode steps, which the ring has."""
+        return not self.prefill or self.answered > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +74,8 @@ class StepPlan:
         number: of this plan, counted by its scheduler; a worker acknowledges it by that.
         observe: requests that run a chunk of their prefill and are not packed after this step, with
             their settings: what its end needs must be kept, or what their answer will.
-        grow: requests whose answer is bounded from this step on: their queries must be kept.
+        grow: requests whose answer will judge what they hold: from this step on their queries must
+            be kept.
         add: requests whose latest attention is added up after this step, before any is packed.
         pack: requests that are packed after this step.
     """
@@ -99,8 +108,9 @@ class Packed:
         request_id: vLLM's request id.
         method: what compressed it.
         tokens: prompt length.
+        answered: tokens of its answer that were computed when it was packed.
         layers: indices of the model's layers that are compressed.
-        layer_tokens: tokens that each of these keeps.
+        layer_tokens: tokens that each of these keeps, those of the answer included.
         seconds: what scoring and packing took on the worker's device.
     """
 
@@ -110,11 +120,12 @@ class Packed:
     layers: tuple[int, ...]
     layer_tokens: tuple[int, ...]
     seconds: float
+    answered: int = 0
 
     @property
     def kept(self) -> float:
-        """Mean tokens kept per layer."""
-        return sum(self.layer_tokens) / len(self.layer_tokens)
+        """Mean tokens kept per layer beside the answer's."""
+        return sum(self.layer_tokens) / len(self.layer_tokens) - self.answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,12 @@ WITHIN_BUDGET = "within_budget"
 LOW_PRESSURE = "low_pressure"
 UNSUPPORTED = "unsupported"
 INVALID = "invalid"
-REASONS = (OFF, SHORT_PROMPT, SHORT_OUTPUT, WITHIN_BUDGET, LOW_PRESSURE, UNSUPPORTED, INVALID)
+# its answer ended before it was to be judged by it
+ANSWERED = "answered"
+REASONS = (
+    *(OFF, SHORT_PROMPT, SHORT_OUTPUT, WITHIN_BUDGET, LOW_PRESSURE, UNSUPPORTED, INVALID),
+    ANSWERED,
+)
 
 
 @dataclass(slots=True)

@@ -20,10 +20,11 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan
+from vllm_kvcompress.engine.scheduling.admission import ANSWERED
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import AtEnd, EveryPiece, Holding, RequestSchedule
+from vllm_kvcompress.planning.schedules import EveryPiece, Holding, LookAhead, RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -173,7 +174,7 @@ class CompressedManager(FullAttentionManager):
         plan, ends = schedule.plan(tokens), tokens >= int(request.num_tokens)
         if ends:
             self.planner.end_prefill(request, schedule, plan)
-            if schedule.answer is not None:
+            if schedule.answer is not None or schedule.lookahead is not None:
                 self._grow.append(request_id)
         self._observe.pop(request_id, None)
         if plan is not None and schedule.prefill is not None:
@@ -186,6 +187,9 @@ class CompressedManager(FullAttentionManager):
         """Plan to pack what an answer holds, or to add up its attention, by this step's length."""
         schedule = self.planner.schedules[request_id]
         answer, holding = schedule.answer, schedule.holding
+        if schedule.lookahead is not None:
+            self._look_ahead(request_id, schedule, schedule.lookahead, tokens)
+            return
         if answer is None:
             return
         plan = answer.plan(holding, tokens)
@@ -200,6 +204,22 @@ class CompressedManager(FullAttentionManager):
                 most=holding.most_tokens(tokens),
             )
 
+    def _look_ahead(
+        self, request_id: str, schedule: RequestSchedule, lookahead: LookAhead, tokens: int
+    ) -> None:
+        """Plan to pack a prompt that its answer has judged, if it has come so far.
+
+        Where the pool has no block for that, the next step tries again.
+        """
+        plan = lookahead.plan(schedule.holding, tokens)
+        if plan is not None and self._reserve(
+            *(request_id, schedule, plan, tokens, lookahead.settings),
+            prefill=True,
+            ends=True,
+            answered=lookahead.answered(tokens),
+        ):
+            schedule.lookahead = None
+
     def _reserve(
         self,
         request_id: str,
@@ -210,12 +230,13 @@ class CompressedManager(FullAttentionManager):
         *,
         prefill: bool,
         ends: bool,
+        answered: int = 0,
     ) -> bool:
         """Take the destination blocks that packing needs; returns whether the pool has them.
 
         A prompt takes fresh ones, else its own unshared ones, the latest first. It was admitted
-        with them counted. An answer takes its own first, since it is packed to hold less; where the
-        pool has none for what is missing, it waits for the next block to fill.
+        with them counted, unless its answer judges it. An answer takes its own first, since it is
+        packed to hold less. Where the pool has none for what is missing, a later step tries again.
         """
         holding, last = schedule.holding, tokens // self.block_size
         packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
@@ -223,7 +244,7 @@ class CompressedManager(FullAttentionManager):
         mine: list[tuple[int, KVCacheBlock]] = []
         if missing and (not prefill or free < missing):
             mine = self._unshared(request_id, holding.first_block, last, missing)
-        if not prefill and missing - len(mine) > free:
+        if (answered or not prefill) and missing - len(mine) > free:
             return False
         self._cacheable.setdefault(request_id, last * self.block_size)
         own = self._claim(request_id, mine)
@@ -237,7 +258,8 @@ class CompressedManager(FullAttentionManager):
             tokens=tokens,
             destination=None if holding.frozen else tuple(block.block_id for block in destination),
             prefill=prefill,
-            whole=prefill and isinstance(schedule.prefill, AtEnd),
+            answered=answered,
+            whole=prefill and not isinstance(schedule.prefill, EveryPiece),
             ends=ends,
             in_place=bool(own or holding.pages) or not prefill,
         )
@@ -321,6 +343,8 @@ class CompressedManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and give its destination blocks back with the others."""
+        if self.planner.answered_first(request_id):
+            self.tally.skipped[ANSWERED] += 1
         self.planner.forget(request_id)
         self._cacheable.pop(request_id, None)
         self._observe.pop(request_id, None)

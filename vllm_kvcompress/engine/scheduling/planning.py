@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.scheduling.admission import Admissions
@@ -21,6 +21,7 @@ from vllm_kvcompress.planning.schedules import (
     EveryInterval,
     EveryPiece,
     Holding,
+    LookAhead,
     RequestSchedule,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -93,7 +94,39 @@ class Planner:
         if known is not None:
             return known
         holding = Holding(num_layers=self._num_layers, block_size=self._block_size)
-        return RequestSchedule(holding=holding, prefill=self._prefill(request))
+        prefill = self._prefill(request)
+        lookahead = None if prefill is None else self._lookahead(request, prefill)
+        if lookahead is not None:
+            piecewise = prefill if isinstance(prefill, EveryPiece) else None
+            prefill = None if piecewise is None else replace(piecewise, packs_end=False)
+        return RequestSchedule(holding=holding, prefill=prefill, lookahead=lookahead)
+
+    def _lookahead(self, request: Request, prefill: AtEnd | EveryPiece) -> LookAhead | None:
+        """What packs a prompt instead when its answer has judged it; None where nothing does.
+
+        After a preemption enough of the answer may be there: then the prompt and that are packed at
+        the end of their prefill. So is a prompt that the pool has no room to hold for so long.
+        """
+        lookahead = LookAhead(
+            settings=prefill.settings,
+            num_layers=self._num_layers,
+            block_size=self._block_size,
+            prompt=int(request.num_prompt_tokens),
+            last=int(request.num_prompt_tokens + request.max_tokens),
+            prefilled=int(request.num_tokens),
+            standing=prefill.most_blocks,
+        )
+        if lookahead.due <= request.num_tokens or lookahead.most_blocks > self.admissions.room:
+            return None
+        return lookahead
+
+    def answered_first(self, request_id: str) -> bool:
+        """Whether a request that ends has answered before its answer could judge its prompt."""
+        schedule = self.schedules.get(request_id)
+        if schedule is None or schedule.lookahead is None or not schedule.prefilled:
+            return False
+        status = self.request(request_id).status
+        return status in {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
 
     def _prefill(self, request: Request) -> AtEnd | EveryPiece | None:
         """What packs the prefill that a request has now; None where it is left whole."""
@@ -161,7 +194,9 @@ class Planner:
         watched.
         """
         if schedule.prefill is not None:
-            return schedule.prefill.settings
+            # after its last chunk, its answer judges it
+            waits = schedule.prefilled and schedule.lookahead is not None
+            return None if waits else schedule.prefill.settings
         return self._watched_whole(request, schedule.holding)
 
     def _watched_whole(self, request: Request, holding: Holding) -> CompressionConfig | None:
@@ -193,6 +228,9 @@ class Planner:
         size, tokens, blocks = self._block_size, int(request.num_tokens), self.admissions.room
         schedule = self.schedule_of(request)
         plan = schedule.plan(tokens)
+        if schedule.lookahead is not None:
+            tokens = schedule.lookahead.due
+            plan = schedule.lookahead.kept(schedule.holding, tokens)
         packed = 0 if plan is None else plan.blocks
         answer = self._answer(request, schedule.holding, plan)
         if answer is not None:
@@ -217,6 +255,8 @@ class Planner:
         they lie, however they came there.
         """
         schedule = self.schedule_of(request)
+        if schedule.lookahead is not None and schedule.prefill is None:
+            return max_length  # no query of the prompt judges it
         if isinstance(pieces := schedule.prefill, EveryPiece):
             reads = method_of(pieces.settings).reads
             if Reads.COLUMN_SUMS in reads:

@@ -29,13 +29,15 @@ class UsageNotes:
         """The prompts that this step compresses."""
         for todo in step.ended if step is not None else ():
             plan = todo.plan
-            kept = plan.pages * plan.block_size / plan.num_layers + plan.tail
+            kept = plan.pages * plan.block_size / plan.num_layers + plan.tail - todo.answered
             self._news[todo.request_id] = {
                 "method": todo.settings.compress,
                 "budget": todo.settings.budget,
-                "prompt_tokens": todo.tokens,
+                "prompt_tokens": todo.tokens - todo.answered,
                 "kept_tokens": kept,
             }
+            if todo.answered:
+                self._news[todo.request_id]["lookahead"] = todo.answered
 
     def report(self, packed: Iterable[Packed]) -> None:
         """What a worker has packed."""

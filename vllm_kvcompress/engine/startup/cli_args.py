@@ -40,6 +40,12 @@ FLAGS = {
         "TOKENS",
         "Observation window: last tokens of a prompt, always kept, whose queries judge the others.",
     ),
+    "--kv-lookahead": (
+        "lookahead",
+        "TOKENS",
+        "Tokens of the answer that a prompt stays whole for, and that judge it then; with 0 it is"
+        " packed at the end of its prefill.",
+    ),
     "--kv-min-prompt": (
         "min_prompt",
         "TOKENS",

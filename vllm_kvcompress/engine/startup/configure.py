@@ -93,6 +93,12 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             "prompts are left whole while less than %g of the pool is in use, the prompt included",
             settings.pressure,
         )
+    for variant in settings.variants:
+        if variant.resolved_lookahead:
+            logger.info(
+                "prompts that %s compresses stay whole for %d tokens of their answer",
+                *(variant.compress, variant.resolved_lookahead),
+            )
     if settings.decode_budget is not None:
         logger.info(
             "requests hold at most %d tokens per layer while they answer, and are packed again"

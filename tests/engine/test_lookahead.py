@@ -1,0 +1,249 @@
+"""Prompts that the first tokens of their answer judge: what stays, against float64, and when.
+
+The reference sees the queries, keys and values that the attention layers received.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from checkpoints import HYBRIDS, SHAPES, make, tokens
+from engines import BLOCK, V2, engine, first_runner, settings
+from test_decode_budgets import INTERVAL, Replay
+from test_prompts_in_pieces import PIECE, WHOLE, Prompt
+
+AHEAD, BUDGET = 12, 0.3
+WINDOWS = {"tova": 1, "cake-chunk": 16}
+METHODS = [*("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote")]
+
+
+def ahead(method="cake", budget=BUDGET, lookahead=AHEAD, **more):
+    return settings(method, budget, lookahead=lookahead, **more)
+
+
+class Ahead(Prompt):
+    """A prompt of S tokens that is packed once m tokens of its answer are computed.
+
+    Perhaps in pieces before that, and again and again behind it.
+    """
+
+    def __init__(self, method, shape, seen, prompt, m, *, window=None, bound=None) -> None:
+        super().__init__(method, shape, seen, prompt, int(prompt * BUDGET))
+        self.m, self.w, self.bound = m, min(window or WINDOWS.get(method, 32), m), bound
+
+    def whole(self) -> "Ahead":
+        """Begin where the prefill ends, of which nothing was dropped."""
+        self.held = [
+            [list(range(self.prompt)) for _ in range(self.shape.kv_heads)]
+            for _ in range(self.shape.layers)
+        ]
+        return self
+
+    def after(self, computed: int) -> None:
+        if computed < self.prompt:
+            super().after(computed)
+        elif computed == self.prompt + self.m:
+            self.judge(computed)
+        elif self.bound is not None and computed > self.prompt + self.m:
+            self.w, self.budget = min(self.w, 8), self.bound
+            Replay.after(self, computed)
+
+    def judge(self, computed: int) -> None:
+        self.budget += self.m
+        layers, tail = self.shape.layers, computed % BLOCK
+        low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
+        cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
+        lengths = [len(heads[0]) for heads in self.held]
+        self.pack_prompt(computed, cap, tail, low, lengths)
+
+
+# tails of the prompt and its answer: some, none, and one that the window reaches behind
+CASES = [*(("llama-gqa", method, 417, AHEAD) for method in METHODS)]
+OTHERS = [("cake", 404, AHEAD), ("cake", 417, 3), ("snapkv", 417, 40), ("cake", 400, 48)]
+CASES += [("llama-gqa", *other) for other in OTHERS]
+CASES += [("gpt-oss", "cake", 417, AHEAD), ("qwen3", "snapkv", 417, AHEAD)]
+ON_V2 = [CASES[3], CASES[-2]]
+
+
+@pytest.mark.parametrize(("name", "method", "length", "m"), ON_V2 if V2 else CASES)
+def test_every_step_reads_what_the_reference_holds(name, method, length, m, checkpoints_folder):
+    """And until then all of it, as vLLM alone; no query of the prompt is kept for that."""
+    answer = m + 20
+    model, prompt = make(name, checkpoints_folder), tokens(length, seed=33)
+    with engine(
+        model,
+        additional_config=ahead(method, lookahead=m),
+        max_num_batched_tokens=150,
+        max_num_seqs=4,
+        max_model_len=1024,
+    ) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        packed = llm.watch_packing(lambda done: done.todo.tokens)
+        llm.submit("r", prompt, answer)
+        (got,) = llm.drain().values()
+        assert llm.free_blocks == free
+        assert packed == [length + m]
+    with engine(model, max_num_batched_tokens=150, max_num_seqs=4, max_model_len=1024) as llm:
+        assert llm.generate([prompt], m + 1) == [got[: m + 1]]
+    shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))  # those with full attention
+    replay = Ahead(method, shape, seen, length, m).whole()
+    for position in range(length, length + answer - 1):
+        replay.step(position)
+    assert replay.packed_at == [length + m]
+
+
+@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+def test_pieces_and_bounded_answers(method, checkpoints_folder):
+    """The pieces are judged by what was computed of the prompt, and what they leave by the answer.
+
+    Its intervals begin there: nothing is packed again before.
+    """
+    name, length, bound, answer = "llama-gqa", 531, 192, 120
+    config = ahead(
+        *(method, BUDGET, AHEAD),
+        max_whole=WHOLE,
+        piece=PIECE,
+        window=8,
+        decode_budget=bound,
+        decode_interval=INTERVAL,
+    )
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=config,
+        max_num_seqs=4,
+        max_model_len=1024,
+        max_num_batched_tokens=70,
+    ) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        packed = llm.watch_packing(lambda done: done.todo.tokens)
+        llm.submit("r", tokens(length, seed=5), answer)
+        llm.drain()
+        assert llm.free_blocks == free
+    assert packed == [length + AHEAD]
+    replay = Ahead(method, SHAPES[name], seen, length, AHEAD, window=8, bound=bound)
+    replay.last = length + answer
+    for position in range(length + answer - 1):
+        replay.step(position)
+    at = replay.packed_at.index(length + AHEAD)
+    assert at >= 3, "pieces"
+    assert len(replay.packed_at) >= at + 3, "intervals"
+
+
+LENGTHS = (150, 301, 420, 96, 290)
+PROMPTS = [tokens(length, seed=40 + length) for length in LENGTHS[: 3 if V2 else None]]
+# two prompts that begin alike, the second of which finds the first one's blocks
+PROMPTS[1][:200] = PROMPTS[2][:200]
+ANSWER = AHEAD + 20
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints_folder):
+    """Each answer by itself."""
+    model = make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=ahead(), enable_prefix_caching=False) as llm:
+        return [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(
+            {"max_num_batched_tokens": 64, "max_num_seqs": 8}, marks=first_runner, id="chunks"
+        ),
+        pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
+        pytest.param({"async_scheduling": True}, id="async"),
+    ],
+)
+def test_an_answer_depends_on_its_own_tokens(
+    more, alone, checkpoints_folder, keep_async_scheduling
+):
+    """Not on its neighbours, chunks, prefix-cache hits or how steps are scheduled."""
+    model = make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=ahead(), max_model_len=1024, **more) as llm:
+        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.todo.tokens)
+        assert llm.generate(PROMPTS, ANSWER) == alone
+        llm.settle()
+        assert llm.generate(PROMPTS[::-1], ANSWER)[::-1] == alone
+        llm.settle()
+        assert llm.free_blocks == free
+        due = [len(prompt) + AHEAD for prompt in PROMPTS if len(prompt) >= 128]
+        assert sorted(packed) == sorted(2 * due)
+
+
+@first_runner
+def test_a_prompt_that_was_cached_is_not_computed_again(checkpoints_folder):
+    """No query of the prompt judges it, so that hits are as long as vLLM's own."""
+    model, prompt = make("llama-gqa", checkpoints_folder), tokens(417, seed=3)
+    config = ahead(allow_override="all")
+    asks = [{}, {}, {"kv_compress": "off"}, {"kv_lookahead": 0}, {"kv_compress": "h2o"}]
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        outputs = [llm.outputs([prompt], ANSWER, extra_args=ask)[0] for ask in asks]
+    hits = [output.num_cached_tokens for output in outputs]
+    assert hits == [0, 416, 416, (417 - 32) // BLOCK * BLOCK, 0]
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    assert answers[0] == answers[1]
+    # the first tokens are vLLM's own, with and without a look-ahead one more than it has
+    assert answers[0][: AHEAD + 1] == answers[2][: AHEAD + 1]
+
+
+@first_runner
+@pytest.mark.parametrize("cut", range(1, 31, 3))
+def test_preempted_before_in_and_after_it(cut, checkpoints_folder, one_engine):
+    """Until the look-ahead is over nothing was dropped; then it is a prompt of all its tokens."""
+    llm, want = one_engine
+    free, cuts = llm.free_blocks, llm.watch_preemptions()
+    packed = llm.watch_packing(lambda done: done.todo.tokens)
+    llm.submit("r", PROMPTS[2], ANSWER)
+    for _ in range(cut):
+        llm.step()
+    assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert llm.free_blocks == free
+    (got,) = llm.drain().values()
+    (resumed,) = cuts["r"]
+    assert llm.free_blocks == free
+    due = len(PROMPTS[2]) + AHEAD
+    if resumed < AHEAD or resumed == AHEAD:
+        assert (packed, got) == ([due], want)
+    else:
+        assert got[:resumed] == want[:resumed]
+        assert packed[-1] == len(PROMPTS[2]) + resumed
+    del llm.compressor.packer.observers[-1]
+
+
+@pytest.fixture(scope="module")
+def one_engine(checkpoints_folder, alone):
+    model = make("llama-gqa", checkpoints_folder)
+    with engine(model, additional_config=ahead(), enable_prefix_caching=False) as llm:
+        yield llm, alone[2]
+
+
+@first_runner
+@pytest.mark.parametrize("answer", [2, AHEAD, AHEAD + 1, AHEAD + 2, AHEAD + 3])
+def test_an_answer_that_ends_before_is_whole(answer, one_engine, watched):
+    """The last token of an answer is read by nobody: one more must follow for it to be packed."""
+    llm, want = one_engine
+    free, compressed = llm.free_blocks, llm.compressor.compressed
+    assert llm.generate([PROMPTS[2]], answer) == [want[:answer]]
+    packs = answer >= AHEAD + 2
+    assert llm.compressor.compressed - compressed == packs
+    assert watched("skipped") == ({} if packs else {"answered": 1})
+    assert watched("planned") == ({"cake": 1} if packs else {})
+    assert llm.free_blocks == free
+
+
+@first_runner
+def test_two_answers_to_one_prompt(checkpoints_folder):
+    """n=2: each judges the prompt by itself, whose blocks are shared until the last has."""
+    model, sampled = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
+    with engine(model, additional_config=ahead()) as llm:
+        free = llm.free_blocks
+        apart = [
+            [llm.outputs([prompt], ANSWER, seed=seed, **sampled)[0] for seed in (7, 8)]
+            for prompt in PROMPTS
+        ]
+        together = llm.outputs(PROMPTS, ANSWER, n=2, seed=7, **sampled)
+        assert llm.free_blocks == free
+    for output, pair in zip(together, apart, strict=True):
+        answers = [list(answer.token_ids) for answer in output.outputs]
+        assert answers == [list(one.outputs[0].token_ids) for one in pair]
+        assert answers[0] != answers[1]

@@ -1,0 +1,58 @@
+"""Settings that let an answer's first tokens judge its prompt; off unless a number is given."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.settings.parsing import whole_tokens
+
+MAX_LOOKAHEAD = 1024
+
+
+class LookaheadSettings(BaseModel):
+    """The settings of `CompressionConfig` that concern the look-ahead."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lookahead: int | None = Field(default=None, ge=0, le=MAX_LOOKAHEAD)
+    """Tokens of the answer that a prompt stays whole for, and that judge it then. 0 packs it at the
+    end of its prefill; None takes the preset's."""
+
+    @field_validator("lookahead", mode="before")
+    @classmethod
+    def _tokens_of_an_answer(cls, value: Any) -> Any:
+        return whole_tokens(value)
+
+    def refuse_lookahead_nonsense(self, compress: str, reads: Reads, least: int) -> None:
+        """Check the look-ahead against the method.
+
+        Args:
+            compress: the method's name.
+            reads: what it reads of a prompt.
+            least: smallest observation window that it can judge by.
+
+        Raises:
+            ConfigError: with what must hold, what was given, and what to do.
+        """
+        if not self.lookahead:
+            return
+        if not judges_by_window(reads):
+            raise ConfigError(
+                f"lookahead={self.lookahead} needs a method that judges a prompt by its latest"
+                f" queries, and {compress!r} does not; set lookahead to 0, or choose another method"
+            )
+        if self.lookahead < least:
+            raise ConfigError(
+                f"lookahead must be at least {least} for {compress!r}, got {self.lookahead}; set"
+                f" lookahead to {least} or more, or to 0"
+            )
+
+
+def judges_by_window(reads: Reads) -> bool:
+    """Whether a method that reads so much judges tokens by the latest queries alone.
+
+    One that adds up the attention of all rows has hundreds of them beside an answer's first ones.
+    """
+    return Reads.WINDOW in reads and Reads.COLUMN_SUMS not in reads
