@@ -265,7 +265,7 @@ def test_two_stages_of_two_ranks_answer_so_too(model, on_one):
         rounds, told(start(model, rounds, 2, 2)), strict=True
     ):
         assert answers[ALIKE] == on_one[method, new][ALIKE]
-        assert kept[0]["layer_tokens"] == [128] * 4
+        assert kept[0]["layer_tokens"] == [128 + kept[0].get("lookahead", 0)] * 4
 
 
 def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):

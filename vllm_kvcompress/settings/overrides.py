@@ -227,24 +227,18 @@ def _override(
         _may_bound(settings, growing)
     try:
         asked = settings.variant(method, budget)
-        if lookahead is not None:
-            _may_look_ahead(asked, lookahead)
         more = {"decode_budget": growing, "lookahead": lookahead}
         more = {key: value for key, value in more.items() if value is not None}
-        return CompressionConfig.parse(asked.to_additional_config() | more) if more else asked
+        if lookahead is None or lookahead <= asked.resolved_lookahead:
+            return CompressionConfig.parse(asked.to_additional_config() | more) if more else asked
     except ConfigError as e:
         raise OverrideError("invalid", f"{COMPRESS}={method!r}: {e}") from None
-
-
-def _may_look_ahead(asked: CompressionConfig, tokens: int) -> None:
-    """Refuse a longer look-ahead than the method's on this server, which keeps so many queries."""
-    most = asked.resolved_lookahead
-    if tokens > most:
-        raise OverrideError(
-            "out_of_bounds",
-            f"{LOOKAHEAD} must be at most {most} for {asked.compress!r} on this server, got"
-            f" {tokens}",
-        )
+    # the server keeps no more queries than that
+    raise OverrideError(
+        "out_of_bounds",
+        f"{LOOKAHEAD} must be at most {asked.resolved_lookahead} for {method!r} on this server, got"
+        f" {lookahead}",
+    )
 
 
 def _may_bound(settings: CompressionConfig, budget: int) -> None:

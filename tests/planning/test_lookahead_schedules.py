@@ -1,0 +1,84 @@
+"""A look-ahead changes which tokens are kept, and when, but not how many."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvcompress.planning.schedules import EveryPiece, Holding, LookAhead
+from vllm_kvcompress.settings.config import CompressionConfig
+
+
+def lookahead_of(settings, layers, size, prompt, new):
+    return LookAhead(
+        settings=settings,
+        num_layers=layers,
+        block_size=size,
+        prompt=prompt,
+        last=prompt + new,
+        prefilled=prompt,
+        standing=-(-prompt // size),
+    )
+
+
+@given(
+    prompt=st.integers(1, 5000),
+    m=st.integers(1, 200),
+    late=st.integers(0, 40),
+    new=st.integers(1, 400),
+    layers=st.integers(1, 8),
+    size=st.sampled_from([1, 16, 32, 128]),
+    budget=st.floats(0.01, 1.0) | st.integers(60, 2000),
+)
+def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, size, budget):
+    """To the page: what a layer keeps on average of the prompt is the budget, or its window."""
+    raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0}
+    own = CompressionConfig.parse({**raw, "lookahead": m})
+    ahead, tokens = lookahead_of(own, layers, size, prompt, new), prompt + m + late
+    plan = ahead.plan(Holding(num_layers=layers, block_size=size), tokens)
+    assert all(
+        ahead.plan(Holding(num_layers=layers, block_size=size), earlier) is None
+        for earlier in (prompt, tokens - late - 1)
+    )
+    if tokens + 1 >= prompt + new:
+        assert plan is None
+        return
+    granted = own.tokens_per_layer(prompt) + m + late
+    if plan is None:
+        full, tail = divmod(tokens, size)
+        assert full == 0 or layers * (granted - tail) // size >= layers * full
+        return
+    assert plan.tokens == tokens
+    assert plan.tail == tokens % size
+    assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
+    if plan.pages > layers * plan.floor_pages:
+        held = plan.pages * size + layers * plan.tail
+        assert held <= layers * granted < held + size
+
+
+@given(
+    prompt=st.integers(600, 3000),
+    m=st.integers(1, 100),
+    chunk=st.integers(1, 700),
+    budget=st.integers(80, 400),
+)
+def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
+    """Its end is no boundary: what was packed by then and what came since is packed after it."""
+    layers, size = 4, 16
+    raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
+    own = CompressionConfig.parse({**raw, "max_whole": 512, "piece": 128})
+    pieces = EveryPiece(
+        settings=own, num_layers=layers, block_size=size, tokens=prompt, packs_end=False
+    )
+    holding, computed = Holding(num_layers=layers, block_size=size), 0
+    while computed < prompt:
+        computed = min(computed + chunk, pieces.next_end(computed))
+        plan = pieces.plan(holding, computed)
+        assert plan is None or computed < prompt
+        if plan is not None:
+            holding.pack(plan, computed // size)
+    ahead = lookahead_of(own, layers, size, prompt, 500)
+    held = holding.pages_at((prompt + m) // size)
+    plan = ahead.plan(holding, prompt + m)
+    assert plan is not None
+    assert plan.pages <= held
+    kept = plan.pages * size + layers * plan.tail
+    assert kept <= max(layers * (budget + m), layers * (plan.floor_pages * size + plan.tail))

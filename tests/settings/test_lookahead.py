@@ -1,0 +1,89 @@
+"""How long a look-ahead may be, for which methods, and what requests may ask for."""
+
+import pytest
+
+from vllm_kvcompress.errors import ConfigError, OverrideError
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
+
+ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
+BY_WINDOW = {
+    *("snapkv", "pyramidkv", "tova", "cake", "dynamickv", "chunkkv", "caote", "fastcaote"),
+    *("defensivekv", "layer-defensivekv", "cake-chunk"),
+}
+
+
+@pytest.mark.parametrize("method", sorted(PRESETS))
+def test_methods_that_judge_by_the_latest_queries_look_ahead(method):
+    raw = {"compress": method, "lookahead": 16}
+    if method in BY_WINDOW:
+        own = CompressionConfig.parse(raw)
+        assert own.resolved_lookahead == 16
+        assert own.resolved_window == min(PRESETS[method].window, 16)
+        assert ENGINE.variant(method) == own.variant(budget=0.2).model_copy()
+        return
+    with pytest.raises(ConfigError, match=f"'{method}' does not; set lookahead to 0, or choose"):
+        CompressionConfig.parse(raw)
+    # requests may ask for it all the same, and are packed at the end of their prefill
+    assert ENGINE.variant(method).resolved_lookahead == 0
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "says"),
+    [
+        (1, "at least 2 for 'cake', got 1; set lookahead to 2 or more, or to 0"),
+        (-1, "lookahead: input should be greater than or equal to 0, got -1"),
+        (1025, "lookahead: input should be less than or equal to 1024, got 1025"),
+        (True, "lookahead must be a whole number of tokens, got True"),
+        (0.5, "lookahead must be a whole number of tokens, got 0.5"),
+    ],
+)
+def test_what_is_refused(lookahead, says):
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse({"compress": "cake", "lookahead": lookahead})
+    assert says in str(caught.value)
+
+
+def test_without_one_nothing_changes():
+    assert [CompressionConfig.parse({"compress": name}).resolved_lookahead for name in PRESETS] == [
+        0
+    ] * len(PRESETS)
+    zero = CompressionConfig.parse({"compress": "cake", "lookahead": 0})
+    assert zero.resolved_window == PRESETS["cake"].window
+
+
+@pytest.mark.parametrize(
+    ("asked", "lookahead", "window"),
+    [
+        ({"kv_lookahead": 16}, 16, 16),
+        ({"kv_lookahead": 8.0}, 8, 8),
+        ({"kv_lookahead": 0}, 0, 32),
+        ({"kv_lookahead": 4, "kv_compress": "snapkv"}, 4, 4),
+        ({"kv_compress": "snapkv"}, 16, 16),
+        ({"kv_compress": "h2o"}, 0, 32),
+        ({"kv_compress": "h2o", "kv_lookahead": 0}, 0, 32),
+    ],
+)
+def test_requests_choose(asked, lookahead, window):
+    own = settings_for(ENGINE, asked)
+    assert (own.resolved_lookahead, own.resolved_window) == (lookahead, window)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "says"),
+    [
+        ({"kv_lookahead": 17}, "out_of_bounds", "at most 16 for 'cake' on this server, got 17"),
+        ({"kv_lookahead": 1, "kv_compress": "h2o"}, "out_of_bounds", "at most 0 for 'h2o'"),
+        ({"kv_lookahead": 1}, "invalid", "lookahead must be at least 2 for 'cake', got 1"),
+        ({"kv_lookahead": -1}, "invalid", "a whole number of at least 0 tokens"),
+        ({"kv_lookahead": True}, "invalid", "got True"),
+        ({"kv_lookahead": "8"}, "invalid", "got '8'"),
+        ({"kv_lookahead": 8, "kv_compress": "off"}, "invalid", "kv_lookahead=8 needs a method"),
+        ({"kv_lookahed": 8}, "invalid", "did you mean 'kv_lookahead'"),
+    ],
+)
+def test_what_requests_may_not_choose(asked, kind, says):
+    with pytest.raises(OverrideError, match=says.replace("'", ".")) as caught:
+        settings_for(ENGINE, asked)
+    assert caught.value.reason == kind
