@@ -33,7 +33,7 @@ from vllm_kvcompress.serving.text import QUESTION, english, long_prompt
 CHOICE = Path(__file__).parents[2] / "benchmarks/results/demo_question.json"
 LINE = (
     "(Worker pid=7) INFO 01-02 03:04:05 [compressor.py:244] kv-compress: request=chatcmpl-a1"
-    " prompt_tokens=6036 kept_tokens=612.0 blocks_before=189 blocks_after=20"
+    " prompt_tokens=6036 kept_tokens=612.0 lookahead=0 blocks_before=189 blocks_after=20"
     " layer_tokens=[628,596]\n"
 )
 
@@ -79,7 +79,7 @@ def test_every_core_computes_unless_the_operator_keeps_some(monkeypatch):
 
 def test_log_line_is_read():
     (one,) = compressed_requests(f"unrelated\n{LINE}unrelated\n")
-    assert one == Compressed("chatcmpl-a1", 6036, 612.0, 189, 20, (628, 596))
+    assert one == Compressed("chatcmpl-a1", 6036, 612.0, 0, 189, 20, (628, 596))
 
 
 def test_every_compressed_request_is_read_in_order():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_kvcompress.engine.compression import reports as reporting
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
@@ -18,6 +19,7 @@ from vllm_kvcompress.engine.messages.step import Pack, Packed, StepPlan
 from vllm_kvcompress.engine.messages.usage import take_kept
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.methods.page_plan import page_plan
+from vllm_kvcompress.serving.process import compressed_requests
 from vllm_kvcompress.settings.config import CompressionConfig
 
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
@@ -55,6 +57,19 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.made = Event.reached = 0
     return SimpleNamespace(type="cuda")
+
+
+def test_the_line_of_the_log_is_the_one_that_is_read(monkeypatch):
+    """Demo, doctor and tests read it back from a server's log."""
+    said = []
+    monkeypatch.setattr(reporting.logger, "info", lambda line, *given: said.append(line % given))
+    told, one = Reports(Stages([(0, 1)]), log=True), todo("r")
+    told.add(one, torch.tensor([3, 2]), Stopwatch(torch.device("cpu")))
+    (done,) = told.take()
+    (read,) = compressed_requests("\n".join(said))
+    assert (read.request, read.prompt_tokens, read.lookahead) == ("r", done.tokens, 0)
+    assert (read.kept_tokens, read.layer_tokens) == (done.kept, done.layer_tokens)
+    assert (read.blocks_before, read.blocks_after) == (7, one.plan.blocks + 1)
 
 
 def test_a_report_comes_when_the_device_is_there(gpu):

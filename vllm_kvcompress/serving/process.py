@@ -27,7 +27,8 @@ CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """The variable that sets the size of the KV cache on a CPU, in GiB."""
 _LINE = re.compile(
     r"kv-compress: request=(?P<request>\S+) prompt_tokens=(?P<prompt>\d+)"
-    r" kept_tokens=(?P<kept>[\d.]+) blocks_before=(?P<before>\d+) blocks_after=(?P<after>\d+)"
+    r" kept_tokens=(?P<kept>[\d.]+) lookahead=(?P<lookahead>\d+)"
+    r" blocks_before=(?P<before>\d+) blocks_after=(?P<after>\d+)"
     r" layer_tokens=\[(?P<layers>[\d,]+)\]"
 )
 
@@ -40,6 +41,7 @@ class Compressed:
         request: the request's id in the engine.
         prompt_tokens: length of the prompt.
         kept_tokens: tokens that a layer keeps, mean over layers.
+        lookahead: tokens of its answer that judged it.
         blocks_before, blocks_after: KV blocks that the request held before and after.
         layer_tokens: tokens that each layer keeps.
     """
@@ -47,6 +49,7 @@ class Compressed:
     request: str
     prompt_tokens: int
     kept_tokens: float
+    lookahead: int
     blocks_before: int
     blocks_after: int
     layer_tokens: tuple[int, ...]
@@ -59,6 +62,7 @@ def compressed_requests(log: str) -> list[Compressed]:
             request=m["request"],
             prompt_tokens=int(m["prompt"]),
             kept_tokens=float(m["kept"]),
+            lookahead=int(m["lookahead"]),
             blocks_before=int(m["before"]),
             blocks_after=int(m["after"]),
             layer_tokens=tuple(int(part) for part in m["layers"].split(",")),
