@@ -38,12 +38,15 @@ def prepare_model_runner() -> None:
     triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
+    import interpreter
+
     sampler.HAS_TRITON = False  # that kernel does not interpret; torch does the same
     # The interpreter does each sum of integers again in 64 bits, which compiled kernels do in debug
     # builds only. tests/kernels has ours checked so; what an engine's step runs here is vLLM's.
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter.patch_language_once()
 
 
 def v2_drafts() -> bool:
@@ -328,6 +331,7 @@ def engine(model: str, *, blocks: int = BLOCKS, **kwargs: Any) -> Iterator[Engin
         num_gpu_blocks_override=blocks,
     )
     replace_kernels_once()
+    gc.freeze()  # what was imported, before the first engine looks through it
     llm = LLM(model, **{**options, **kwargs})
     try:
         yield Engine(llm)

@@ -35,6 +35,7 @@ if INTERPRETED:
     import interpreter
 
     interpreter.mend()
+    interpreter.patch_language_once()
 
 
 def ops() -> set[Callable[..., Any]]:
