@@ -8,19 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from vllm_kvcompress.compare import tasks
+from vllm_kvcompress.compare import measures, tasks
 from vllm_kvcompress.compare.statistics import Estimate, estimate
 
 FULL = "full"
 ALL = "all tasks"
 ORDINARY = "ordinary requests"
 """All tasks whose right answers nobody knows, together."""
-PLACES: Mapping[str, slice] = {
-    "1 to 32": slice(0, 32),
-    "33 to 64": slice(32, 64),
-    "from 65": slice(64, None),
-    "from 33": slice(32, None),
-}
+PLACES: Mapping[str, slice] = {**measures.PLACES, "from 33": slice(32, None)}
 """Tokens of an answer, from which to which one."""
 
 

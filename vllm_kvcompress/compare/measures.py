@@ -10,6 +10,12 @@ _ROUNDING = 1e-6
 """What float32 probabilities that should add up to 1 may miss."""
 _TIMES = 4
 """So often said in a row, words are a loop."""
+PLACES: Mapping[str, slice] = {
+    "1 to 32": slice(0, 32),
+    "33 to 64": slice(32, 64),
+    "from 65": slice(64, None),
+}
+"""Tokens of an answer, from which to which one. What a cache forgot shows late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
