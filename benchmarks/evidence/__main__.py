@@ -254,8 +254,9 @@ def measure(
     for answered, pairs in by_lookahead(todo, methods).items():
         begun = full.after(answered)
         if begun is None:
-            whole = untouched(full)
-            out += [line_of(item, full, whole, *pair, packed=False) for pair in pairs]
+            # Told or not as of the others: alone, those that end early would look alike.
+            whole, told = untouched(full), own_answers
+            out += [line_of(item, full, whole, *pair, packed=False, told=told) for pair in pairs]
             continue
         scored = Scored(begun, answered=answered)
         for start in range(0, len(pairs), ROWS):
@@ -303,7 +304,7 @@ def line_of(
     budget: float,
     *,
     packed: bool,
-    told: bool = True,
+    told: bool,
 ) -> dict[str, Any]:
     """What is written of one method at one budget.
 

@@ -118,7 +118,7 @@ def _together(line: Mapping[str, Any]) -> str | None:
 
 def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
     model, question, tokens, task, method, budget = key
-    groups = [line["group"] or line["item"] for line in found]
+    groups = _drawn_with(found)
     score = None
     if any(line["full"] for line in found):
         score = estimate(
@@ -127,11 +127,9 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
     diverged = [line for line in found if line["kl"] is not None]
     kl = None
     if diverged:
-        kl = estimate(
-            [line["kl"] for line in diverged], [line["group"] or line["item"] for line in diverged]
-        )
+        kl = estimate([line["kl"] for line in diverged], _drawn_with(diverged))
     told = [line for line in found if "similarity" in line]
-    told_groups = [line["group"] or line["item"] for line in told]
+    told_groups = _drawn_with(told)
     packed = [line for line in found if line.get("packed", True)]
     return Cell(
         model=model,
@@ -159,6 +157,11 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
     )
 
 
+def _drawn_with(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each prompt is no independent sample of: its text, and each seed has other texts."""
+    return [f"{line.get('seed')}:{line['group'] or line['item']}" for line in found]
+
+
 def _along(found: Sequence[Mapping[str, Any]]) -> dict[str, Along]:
     """By PLACES, where some answer is so long."""
     made = {}
@@ -172,7 +175,7 @@ def _along(found: Sequence[Mapping[str, Any]]) -> dict[str, Along]:
         parts = [part for part in parts if part[1]]
         if not parts:
             continue
-        groups = [line["group"] or line["item"] for line, _, _ in parts]
+        groups = _drawn_with([line for line, _, _ in parts])
         sizes = [len(kl) for _, kl, _ in parts]
         made[name] = Along(
             kl=estimate([sum(kl) for _, kl, _ in parts], groups, sizes=sizes),

@@ -185,6 +185,11 @@ def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         plain: list[int] = tokenizer.encode(messages[0]["content"])
         return plain
+    if not tokenizer.chat_template:
+        raise SystemExit(
+            "a chat needs a model with a chat template, and this one has none; give another"
+            " --model, or --tasks texts, which are gone on with"
+        )
     begun = messages[-1]["role"] == "assistant"
     text: str = tokenizer.apply_chat_template(
         list(messages[:-1] if begun else messages), tokenize=False, add_generation_prompt=True

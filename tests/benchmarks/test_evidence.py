@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.evidence.answers import compare, full_answer
 from benchmarks.evidence.kept import Kept, Scored, settings_of
-from benchmarks.evidence.reader import Reader
+from benchmarks.evidence.reader import Reader, encode
 from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels.column_sums import column_sums
@@ -241,3 +241,15 @@ def test_a_hybrid_reads_and_answers_as_transformers_and_keeps_its_windows(tmp_pa
     (made,) = compare(reader, LONG, begun, [kept], full)
     assert made.same
     assert made.mean_kl == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_chat_with_a_model_that_has_no_template_is_refused():
+    class Base(Numbers):
+        chat_template = None
+
+        def encode(self, text):
+            return [len(text)]
+
+    assert encode(Base(), [{"role": "assistant", "content": "gone on with"}]) == [12]
+    with pytest.raises(SystemExit, match="needs a model with a chat template"):
+        encode(Base(), [{"role": "user", "content": "asked"}])

@@ -81,6 +81,11 @@ def test_cells_weigh_a_prompt_by_what_the_full_cache_answers():
     assert found["all tasks"].same.mean == pytest.approx(1 / 3)
 
 
+def test_each_seed_has_texts_of_its_own():
+    (cell, _) = cells([line(seed=1), line(seed=1, item="a/0/1"), line(seed=2)])
+    assert (cell.score.prompts, cell.score.independent) == (3, 2)
+
+
 def test_a_text_that_nothing_is_asked_of_has_no_score_and_joins_no_other_task():
     made = cells([line(task="texts", group=None, full=0.0, score=0.0)])
     assert [(cell.task, cell.score) for cell in made] == [("texts", None)]
