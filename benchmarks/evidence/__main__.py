@@ -3,8 +3,12 @@
     python -m benchmarks.evidence --model .cache/smollm2-135m-instruct --tasks niah-multikey-1 \\
         --count 100 --tokens 2200 --methods cake chunkkv --budgets 0.2 0.1 --out results.jsonl
 
-A prompt counts where the full cache names at least one of its answers. Each line of the output is
-one prompt under one method and budget; a run that is started again goes on where it stopped.
+A prompt counts where the full cache names at least one of its answers, and always where nobody
+knows them. Each line of the output is one prompt under one method and budget; a run that is started
+again goes on where it stopped.
+
+A method with a look-ahead, `ahead={"compress": "cake-chunk", "lookahead": 32}`, packs the prompt
+with the full cache's own first tokens behind it. What ends before is left whole (`packed`).
 """
 
 import argparse
@@ -18,14 +22,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.answers import compare, full_answer
+from benchmarks.evidence.answers import Answer, Compared, compare, full_answer
 from benchmarks.evidence.cells import FULL, lines
 from benchmarks.evidence.kept import Kept, Scored, settings_of
 from benchmarks.evidence.reader import Prompt, Reader
 from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
 from benchmarks.origin import commit, machine
-from vllm_kvcompress.compare.tasks import TASKS, Item, build_items, score
+from vllm_kvcompress.compare.measures import loops, similarity
+from vllm_kvcompress.compare.tasks import KNOWN, TASKS, Item, build_items, score
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.method_of import method_of
@@ -60,7 +65,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=list(PRESETS),
         metavar="NAME[=JSON]",
         help="presets, parts (each variant of the recommended preset), or names of your own for"
-        " settings as --kv-compress-config takes them",
+        " settings as --kv-compress-config takes them; with a budget in them at that one alone",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help="tokens of an answer; by itself as many as its task gives"
+    )
+    parser.add_argument(
+        "--forced",
+        action="store_true",
+        help="do not decode on where an answer whose right one nobody knows is another: no"
+        " similarity, lengths and loops, in a third of the time",
     )
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--seed", type=int, default=0)
@@ -79,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tokens": args.tokens,
         "question": args.question,
         "seed": args.seed,
+        "max_tokens": args.max_tokens,
         "commit": commit(),
         "machine": machine(),
     }
@@ -99,6 +114,12 @@ def methods_of(asked: Sequence[str]) -> dict[str, str]:
     return methods
 
 
+def budgets_of(raw: str, budgets: Sequence[float]) -> Sequence[float]:
+    """At which budgets some settings are measured: their own, or all that were asked for."""
+    own: float | None = json.loads(raw).get("budget") if raw.startswith("{") else None
+    return budgets if own is None else [own]
+
+
 def measure_task(
     reader: Reader,
     args: argparse.Namespace,
@@ -106,15 +127,18 @@ def measure_task(
     methods: dict[str, str],
     origin: dict[str, Any],
 ) -> None:
-    where = {key: origin[key] for key in ("model", "tokens", "question", "seed")} | {"task": task}
+    keys = ("model", "tokens", "question", "seed", "max_tokens")
+    where = {key: origin[key] for key in keys} | {"task": task}
     known: dict[str, set[tuple[str, float]]] = {}
     for line in lines(args.out):
-        if all(line[key] == value for key, value in where.items()):
+        if all(line.get(key) == value for key, value in where.items()):
             known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-            if line["method"] == FULL and not line["score"] and task != TASK:
+            if line["method"] == FULL and not line["score"] and task in KNOWN:
                 known[line["item"]].add(("unknown", 0.0))
     items = items_of(reader, args, task)
-    wanted = [(name, budget) for name in methods for budget in args.budgets]
+    wanted = [
+        (name, budget) for name, raw in methods.items() for budget in budgets_of(raw, args.budgets)
+    ]
     sums = any(
         Reads.COLUMN_SUMS in method_of(settings_of(raw, 0.5)).reads for raw in methods.values()
     )
@@ -135,7 +159,7 @@ def measure_task(
             break
         have = known.get(item.name, set())
         todo = [pair for pair in wanted if pair not in have]
-        results = measure(reader, item, prompt, todo, methods)
+        results = measure(reader, item, prompt, todo, methods, own_answers=not args.forced)
         right = next(r["score"] for r in results if r["method"] == FULL)
         if (FULL, 1.0) in have:
             results = [r for r in results if r["method"] != FULL]
@@ -149,29 +173,38 @@ def measure_task(
 
 
 def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
-    """More prompts than are wanted, since the full cache will not answer all."""
+    """The prompts; more than are wanted where the full cache will not answer all."""
     if task == TASK:
-        return text_items(
+        items = text_items(
             count=args.count, tokens=args.tokens, seed=args.seed, count_tokens=reader.count_tokens
         )
+        return [roomy(item, args.max_tokens) for item in items]
     items = build_items(
         [task],
-        count=args.count * MOST_ASKED,
+        count=args.count * (MOST_ASKED if task in KNOWN else 1),
         tokens=args.tokens,
         seed=args.seed,
         question="last" if args.question == OPEN else args.question,
         count_tokens=reader.count_tokens,
         questions_per_text=args.per_text,
     )
-    return [opened(item) for item in items] if args.question == OPEN else items
+    items = [opened(item) for item in items] if args.question == OPEN else items
+    return [roomy(item, args.max_tokens) for item in items]
+
+
+def roomy(item: Item, max_tokens: int | None) -> Item:
+    """The same prompt with room for so many tokens; None leaves what it has."""
+    return item if max_tokens is None else replace(item, max_tokens=max_tokens)
 
 
 def opened(item: Item) -> Item:
     """The same question without the words that begin its answer.
 
-    With them, the prompt ends by naming what is asked for, which flatters small windows.
+    With them, the prompt ends by naming what is asked for, which flatters small windows. An
+    ordinary request has none.
     """
-    assert item.messages[-1]["role"] == "assistant", "this task begins no answer"
+    if item.messages[-1]["role"] != "assistant":
+        return item
     return replace(item, messages=item.messages[:-1], max_tokens=item.max_tokens + TALK)
 
 
@@ -205,9 +238,11 @@ def measure(
     prompt: Prompt,
     todo: Sequence[tuple[str, float]],
     methods: dict[str, str],
+    *,
+    own_answers: bool = True,
 ) -> list[dict[str, Any]]:
     """The full cache's line, and where that knows the answer each method's and budget's."""
-    full, logits = full_answer(reader, item, prompt)
+    full = full_answer(reader, item, prompt)
     right = score(item.answers, full.text)
     length = len(prompt.ids)
     out: list[dict[str, Any]] = [
@@ -215,30 +250,94 @@ def measure(
     ]
     if item.answers and not right:
         return out
-    scored = Scored(prompt)
-    ordered = sorted(todo, key=lambda pair: pair[1])
-    for start in range(0, len(ordered), ROWS):
-        pairs = ordered[start : start + ROWS]
-        kept: list[Kept] = []
-        for name, budget in pairs:
-            made = scored.keep(settings_of(methods[name], budget))
-            assert made is not None, f"{name} at {budget} keeps all {length} tokens"
-            kept.append(made)
-        compared = compare(reader, item, prompt, kept, full, logits)
-        for (name, budget), each, made in zip(pairs, compared, kept, strict=True):
-            out.append(
-                {
-                    "method": name,
-                    "budget": budget,
-                    "score": each.score,
-                    "full": right,
-                    "same": each.same,
-                    "kl": each.kl,
-                    "top1": each.top1,
-                    "kept": round(made.tokens / (length * reader.layers), 5),
-                }
-            )
+    own_answers = own_answers or bool(item.answers)
+    for answered, pairs in by_lookahead(todo, methods).items():
+        begun = full.after(answered)
+        if begun is None:
+            # Told or not as of the others: alone, those that end early would look alike.
+            whole, told = untouched(full), own_answers
+            out += [line_of(item, full, whole, *pair, packed=False, told=told) for pair in pairs]
+            continue
+        scored = Scored(begun, answered=answered)
+        for start in range(0, len(pairs), ROWS):
+            batch = pairs[start : start + ROWS]
+            kept: list[Kept] = []
+            for name, budget in batch:
+                made = scored.keep(settings_of(methods[name], budget))
+                assert made is not None, f"{name} at {budget} keeps all {length} tokens"
+                kept.append(made)
+            compared = compare(reader, item, begun, kept, full, own_answers=own_answers)
+            for pair, each, made in zip(batch, compared, kept, strict=True):
+                line = line_of(item, full, each, *pair, packed=True, told=own_answers)
+                share = made.tokens / len(scored.layers) - answered
+                out.append(line | {"kept": round(share / length, 5)})
     return out
+
+
+def by_lookahead(
+    todo: Sequence[tuple[str, float]], methods: dict[str, str]
+) -> dict[int, list[tuple[str, float]]]:
+    """Methods and budgets by the answer's tokens that judge their prompt, smallest budgets first.
+
+    Those of one look-ahead are packed at one place and answer together.
+    """
+    found: dict[int, list[tuple[str, float]]] = {}
+    for name, budget in sorted(todo, key=lambda pair: pair[1]):
+        ahead = settings_of(methods[name], budget).resolved_lookahead
+        found.setdefault(ahead, []).append((name, budget))
+    return found
+
+
+def untouched(full: Answer) -> Compared:
+    """An answer that ends before its prompt would be packed is the full cache's."""
+    others = len(full.tokens) - 1
+    return Compared(
+        tokens=full.tokens, text=full.text, same=True, kl=[0.0] * others, agreed=[True] * others
+    )
+
+
+def line_of(
+    item: Item,
+    full: Answer,
+    each: Compared,
+    name: str,
+    budget: float,
+    *,
+    packed: bool,
+    told: bool,
+) -> dict[str, Any]:
+    """What is written of one method at one budget.
+
+    Args:
+        packed: whether the prompt was packed, or the answer ended before.
+        told: whether `each` is an answer to its end.
+    """
+    line = {
+        "method": name,
+        "budget": budget,
+        "score": score(item.answers, each.text),
+        "full": score(item.answers, full.text),
+        "same": each.same,
+        "kl": each.mean_kl,
+        "top1": each.top1,
+        "kept": 1.0,
+        "packed": packed,
+    }
+    if item.answers:
+        return line
+    line |= {
+        "kl_at": [round(kl, 5) for kl in each.kl],
+        "agreed_at": "".join("01"[same] for same in each.agreed),
+        "full_length": len(full.tokens),
+        "full_loops": loops(full.text),
+    }
+    if told:
+        line |= {
+            "similarity": similarity(full.text.split(), each.text.split()),
+            "length": len(each.tokens),
+            "loops": loops(each.text),
+        }
+    return line
 
 
 if __name__ == "__main__":

@@ -1,21 +1,51 @@
 """How compressed caches answer, beside how the full one does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
 from benchmarks.evidence.kept import Kept, as_rows
-from benchmarks.evidence.reader import Prompt, Reader, Rows
+from benchmarks.evidence.reader import LONGEST_WINDOW, Prompt, Reader, Rows
 from vllm_kvcompress.compare.tasks import Item, score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Greedy tokens until the answer ends, and their text."""
+    """The full cache's greedy answer of T tokens, until it ends, and the cache behind it.
 
+    Args:
+        prompt: what was asked.
+        tokens, text: the answer, its end of turn included.
+        logits: ``[T - 1, vocabulary]`` of all its tokens but the first.
+        cache: of the prompt and all tokens but the last, which nothing was computed of.
+    """
+
+    prompt: Prompt
     tokens: list[int]
     text: str
+    logits: torch.Tensor
+    cache: Prompt
+
+    def after(self, answered: int) -> Prompt | None:
+        """The prompt and so many of the answer's tokens, as a prompt that ends with those.
+
+        None where nothing would be read of it any more, so that an engine would not pack it.
+        """
+        if len(self.tokens) - 1 <= answered:
+            return None
+        if not answered:
+            return self.prompt
+        stop = len(self.prompt.ids) + answered
+        return replace(
+            self.cache,
+            ids=self.cache.ids[:stop],
+            keys=[k[:, :stop] for k in self.cache.keys],
+            values=[v[:, :stop] for v in self.cache.values],
+            queries=[q[:answered][-LONGEST_WINDOW:] for q in self.cache.queries],
+            logits=self.logits[answered - 1],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,19 +53,30 @@ class Compared:
     """One compressed cache against the full one.
 
     Args:
-        tokens: its own greedy answer.
-        score: share of the answers that this names.
+        tokens: its own greedy answer; the full cache's as far as it agrees, where no more was
+            asked for.
+        text: what those tokens say.
         same: whether it is the full cache's, token for token.
-        kl: nats per token from the full cache's distributions, along the full cache's own answer
-            without its first token, which the prefill computes; None where that has no second.
-        top1: share of those tokens that it would choose as well.
+        kl: nats from the full cache's distributions, of each token of the full cache's own answer
+            but the first, which the prefill computes.
+        agreed: whether it would choose that token as well.
     """
 
     tokens: list[int]
-    score: float
+    text: str
     same: bool
-    kl: float | None
-    top1: float | None
+    kl: list[float]
+    agreed: list[bool]
+
+    @property
+    def mean_kl(self) -> float | None:
+        """Nats per token; None for an answer of one."""
+        return fmean(self.kl) if self.kl else None
+
+    @property
+    def top1(self) -> float | None:
+        """Share of the tokens that it would choose as well; None for an answer of one."""
+        return fmean(self.agreed) if self.agreed else None
 
 
 def ended(reader: Reader, item: Item, tokens: Sequence[int]) -> bool:
@@ -46,21 +87,39 @@ def ended(reader: Reader, item: Item, tokens: Sequence[int]) -> bool:
     return bool(item.answers) and score(item.answers, reader.tokenizer.decode(tokens)[:-1]) == 1.0
 
 
-def full_answer(reader: Reader, item: Item, prompt: Prompt) -> tuple[Answer, torch.Tensor]:
-    """The full cache's answer of T tokens, and its logits ``[T - 1, vocabulary]`` but the first."""
+def full_answer(reader: Reader, item: Item, prompt: Prompt) -> Answer:
+    """The full cache's answer."""
     whole = Kept(keys=prompt.keys, values=prompt.values, tokens=0)
     rows = as_rows(prompt, [whole], item.max_tokens)
+    rows.queries = [[q[:0]] for q in prompt.queries]
     tokens = [int(prompt.logits.argmax())]
     logits = [prompt.logits[None][:0]]
     while not ended(reader, item, tokens):
         at = torch.tensor([[len(tokens) - 1]])
-        logits.append(reader.answer(rows, torch.tensor([tokens[-1:]]), at)[0])
+        hidden = reader.answer(rows, torch.tensor([tokens[-1:]]), at)
+        logits.append(reader.logits(hidden[0]))
         tokens.append(int(logits[-1].argmax()))
-    return _answer(reader, tokens), torch.cat(logits)
+    stop = len(prompt.ids) + len(tokens) - 1
+    cache = replace(
+        prompt,
+        ids=[*prompt.ids, *tokens[:-1]],
+        keys=[k[0, :, :stop] for k in rows.keys],
+        values=[v[0, :, :stop] for v in rows.values],
+        queries=[torch.cat(each) for each in rows.queries],
+        sums=None,
+    )
+    return Answer(
+        prompt=prompt,
+        tokens=tokens,
+        text=text_of(reader, tokens),
+        logits=torch.cat(logits),
+        cache=cache,
+    )
 
 
-def _answer(reader: Reader, tokens: list[int]) -> Answer:
-    return Answer(tokens=tokens, text=reader.tokenizer.decode(tokens, skip_special_tokens=True))
+def text_of(reader: Reader, tokens: Sequence[int]) -> str:
+    text: str = reader.tokenizer.decode(tokens, skip_special_tokens=True)
+    return text
 
 
 def compare(
@@ -69,43 +128,54 @@ def compare(
     prompt: Prompt,
     kept: Sequence[Kept],
     full: Answer,
-    full_logits: torch.Tensor,
+    *,
+    own_answers: bool = True,
 ) -> list[Compared]:
     """Each cache's answer: the full one's tokens as far as it agrees, then its own.
 
     That is greedy decoding: a token at which it agrees is the one that it would have chosen.
+
+    Args:
+        prompt: what `kept` is of: the full answer's prompt, or what stands `Answer.after` some of
+            its tokens, which are then the full cache's own.
+        own_answers: decode on from where an answer is another.
     """
-    rows = as_rows(prompt, kept, item.max_tokens)
-    steps = len(full.tokens) - 1
-    own = [list(full.tokens[:1]) for _ in kept]
-    kl: list[float | None] = [None] * len(kept)
-    top1: list[float | None] = [None] * len(kept)
-    if steps:
-        at = torch.arange(steps).expand(len(kept), -1)
-        fed = torch.tensor(full.tokens[:-1]).expand(len(kept), -1)
-        logits = reader.answer(rows, fed, at)
-        chosen, wanted = logits.argmax(-1), torch.tensor(full.tokens[1:])
-        agreed = (chosen == wanted).long()
-        kl = divergence(full_logits, logits).mean(-1).tolist()
-        top1 = agreed.double().mean(-1).tolist()
-        for row, count in enumerate(agreed.cumprod(-1).sum(-1).tolist()):
-            end = int(count) + 1
-            own[row] = [*full.tokens[:end], *chosen[row, count : count + 1].tolist()]
-    _go_on(reader, item, rows, own)
+    answered = len(prompt.ids) - len(full.prompt.ids)
+    rows = as_rows(prompt, kept, item.max_tokens - answered)
+    fed = full.tokens[answered:-1]
+    own = [list(full.tokens[: answered + 1]) for _ in kept]
+    kl = [[0.0] * answered for _ in kept]
+    agreed = [[True] * answered for _ in kept]
+    if fed:
+        at = torch.arange(len(fed)).expand(len(kept), -1)
+        hidden = reader.answer(rows, torch.tensor(fed).expand(len(kept), -1), at)
+        likely = full.logits[answered:].log_softmax(-1)
+        wanted = torch.tensor(full.tokens[answered + 1 :])
+        for row, states in enumerate(hidden):
+            logits = reader.logits(states)
+            chosen = logits.argmax(-1)
+            same = chosen == wanted
+            kl[row] += divergence(likely, logits).tolist()
+            agreed[row] += same.tolist()
+            count = int(same.long().cumprod(0).sum())
+            own[row] += [*fed[1:], full.tokens[-1]][:count] + chosen[count : count + 1].tolist()
+    if own_answers:
+        _go_on(reader, item, rows, own, answered)
     return [
         Compared(
             tokens=tokens,
-            score=score(item.answers, reader.tokenizer.decode(tokens, skip_special_tokens=True)),
+            text=text_of(reader, tokens),
             same=tokens == full.tokens,
             kl=kl[row],
-            top1=top1[row],
+            agreed=agreed[row],
         )
         for row, tokens in enumerate(own)
     ]
 
 
-def _go_on(reader: Reader, item: Item, rows: Rows, own: list[list[int]]) -> None:
-    """Decode greedily until each answer ends."""
+def _go_on(reader: Reader, item: Item, rows: Rows, own: list[list[int]], answered: int) -> None:
+    """Decode greedily until each answer ends; `answered` tokens are in the rows' prompt."""
+    room = item.max_tokens - answered
 
     def open_rows(among: Sequence[int]) -> list[int]:
         return [row for row in among if not ended(reader, item, own[row])]
@@ -116,9 +186,9 @@ def _go_on(reader: Reader, item: Item, rows: Rows, own: list[list[int]]) -> None
         if len(left) <= len(mine) // 2:
             rows, mine = rows.only(torch.tensor([mine.index(row) for row in left])), list(left)
         # Rows that have ended stay in the batch until it is halved; they write behind their end.
-        at = torch.tensor([[len(own[row]) - 1] for row in mine]).clamp(max=item.max_tokens - 1)
+        at = torch.tensor([[len(own[row]) - 1 - answered] for row in mine]).clamp(max=room - 1)
         fed = torch.tensor([own[row][-1:] for row in mine])
-        chosen = reader.answer(rows, fed, at)[:, -1].argmax(-1).tolist()
+        chosen = reader.logits(reader.answer(rows, fed, at)[:, -1]).argmax(-1).tolist()
         for row, token in zip(mine, chosen, strict=True):
             if row in left:
                 own[row].append(token)
@@ -126,6 +196,5 @@ def _go_on(reader: Reader, item: Item, rows: Rows, own: list[list[int]]) -> None
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``KL(full || other)`` in nats ``[R, T]`` of logits ``[T, V]`` and ``[R, T, V]``."""
-    p = full.log_softmax(-1)
-    return (p.exp() * (p - other.log_softmax(-1))).sum(-1).clamp(min=0)
+    """``KL(full || other)`` in nats ``[T]``, of log-probabilities and logits ``[T, V]``."""
+    return (full.exp() * (full - other.log_softmax(-1))).sum(-1).clamp(min=0)

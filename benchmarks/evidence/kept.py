@@ -1,6 +1,6 @@
 """What each method and budget keeps of a prompt that was read once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -13,7 +13,8 @@ from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods import rows
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method, Observed
-from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.schedules import Holding, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -23,7 +24,7 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What is left of a prompt, per layer ``[Hkv, n_l, D]``; `tokens` over all layers."""
+    """What is left of a prompt, per layer ``[Hkv, n_l, D]``; `tokens` over all full layers."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -34,19 +35,24 @@ class Scored:
     """A prompt, and its scores by each scorer: made once, whatever the budgets.
 
     Args:
-        prompt: with column sums, where a method reads them.
+        prompt: with column sums, where a method reads them. With a look-ahead it ends with the
+            answer's first tokens, whose queries judge it.
         block_size: tokens of a page.
+        answered: tokens at its end that are the answer's.
     """
 
-    def __init__(self, prompt: Prompt, block_size: int = BLOCK) -> None:
+    def __init__(self, prompt: Prompt, block_size: int = BLOCK, *, answered: int = 0) -> None:
         self.prompt = prompt
+        self.answered = answered
+        self.layers = prompt.full_layers
         self.block_size = block_size
         self._windows: dict[tuple[int, bool], list[WindowScores]] = {}
         self._observed: dict[tuple[Any, ...], list[Observed]] = {}
 
     @cached_property
     def places(self) -> list[rows.Rows]:
-        """Each layer's cache as pages; the last one is filled up."""
+        """Each full layer's cache as pages; the last one is filled up."""
+        own = [(self.prompt.keys[layer], self.prompt.values[layer]) for layer in self.layers]
         return [
             rows.Rows(
                 key_pages=_paged(keys, self.block_size).mT,
@@ -58,9 +64,7 @@ class Scored:
                 layers=[layer],
                 value_scales=[1.0],
             )
-            for layer, (keys, values) in enumerate(
-                zip(self.prompt.keys, self.prompt.values, strict=True)
-            )
+            for layer, (keys, values) in enumerate(own)
         ]
 
     def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
@@ -69,7 +73,9 @@ class Scored:
             places = self.places
             windows = self._window(places, plan, method.reads)
             sums = self.prompt.sums
-            added = sums if sums and Reads.COLUMN_SUMS in method.reads else None
+            added = None
+            if sums and Reads.COLUMN_SUMS in method.reads:
+                added = [sums[layer] for layer in self.layers]
             self._observed[key] = [
                 method.observe(
                     *(place, plan.window, windows[layer] if windows else None),
@@ -99,14 +105,33 @@ class Scored:
                     maximum=True,
                     pooled=pooled,
                 )
-                for layer, place in enumerate(places)
+                for layer, place in zip(self.layers, places, strict=True)
             ]
         return self._windows[key]
 
+    def plan(self, settings: CompressionConfig) -> PagePlan | None:
+        """How much the engine would keep; None where that is all.
+
+        Raises:
+            AssertionError: the settings look ahead otherwise than this prompt.
+        """
+        tokens = len(self.prompt.ids)
+        ahead = LookAhead(
+            settings=settings,
+            num_layers=len(self.layers),
+            block_size=self.block_size,
+            prompt=tokens - self.answered,
+            last=tokens + 2,
+            prefilled=tokens - self.answered,
+            standing=0,
+        )
+        assert ahead.due == tokens
+        holding = Holding(num_layers=len(self.layers), block_size=self.block_size)
+        return ahead.plan(holding, tokens)
+
     def keep(self, settings: CompressionConfig) -> Kept | None:
         """What the engine would keep; None where it leaves all."""
-        prompt = self.prompt
-        plan = page_plan(settings.prompt(len(prompt.keys), len(prompt.ids)), self.block_size)
+        plan = self.plan(settings)
         if plan is None:
             return None
         method = method_of(settings)
@@ -114,24 +139,27 @@ class Scored:
         pages = method.layer_pages(plan, observed)
         chosen = method.select(observed, plan, pages)
         counts = (pages * self.block_size + plan.tail).tolist()
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        for layer, count in enumerate(counts):
-            kept = chosen[layer, :, :count].long()
+        # A sliding window keeps what it reaches.
+        keys = [k if n is None else k[:, -n:] for k, n in self._caches(self.prompt.keys)]
+        values = [v if n is None else v[:, -n:] for v, n in self._caches(self.prompt.values)]
+        for row, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
+            kept = chosen[row, :, :count].long()
             if method.merge:
-                k, v = self._merged(layer, kept, method)
+                keys[layer], values[layer] = self._merged(row, kept, method)
             else:
-                index = kept[..., None].expand(-1, -1, prompt.keys[layer].shape[-1])
-                k, v = prompt.keys[layer].gather(1, index), prompt.values[layer].gather(1, index)
-            keys.append(k)
-            values.append(v)
+                index = kept[..., None].expand(-1, -1, keys[layer].shape[-1])
+                keys[layer] = keys[layer].gather(1, index)
+                values[layer] = values[layer].gather(1, index)
         return Kept(keys=keys, values=values, tokens=sum(counts))
 
+    def _caches(self, cache: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int | None]]:
+        return zip(cache, self.prompt.spans, strict=True)
+
     def _merged(
-        self, layer: int, kept: torch.Tensor, method: Method
+        self, row: int, kept: torch.Tensor, method: Method
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[Hkv, n, D]`` at positions `kept`, with the others folded in."""
-        place, count = self.places[layer], kept.shape[1]
+        place, count = self.places[row], kept.shape[1]
         merged = merge_evicted(
             place.key_pages,
             place.value_pages,
@@ -171,7 +199,14 @@ def as_rows(prompt: Prompt, kept: Sequence[Kept], room: int) -> Rows:
         values.append(both[1])
         lengths.append(torch.tensor(counts))
         starts.append(start)
-    return Rows(keys=keys, values=values, lengths=lengths, starts=starts, position=len(prompt.ids))
+    return Rows(
+        keys=keys,
+        values=values,
+        lengths=lengths,
+        starts=starts,
+        position=len(prompt.ids),
+        spans=prompt.spans,
+    )
 
 
 @cache

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from kvcompress_kernels.column_sums import column_sums
 
 LONGEST_WINDOW = 64
-"""Queries of the prompt's last tokens that are kept."""
+"""Queries of the last tokens that are kept, of a prompt and of what is packed behind it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Prompt:
         queries: per layer the last ``[<= LONGEST_WINDOW, Hq, D]`` rotated queries.
         sums: per layer column sums ``[Hq, S]``; None where they were not asked for.
         logits: ``[vocabulary]`` of the next token.
+        spans: per layer the tokens of its sliding window; None for a full layer.
     """
 
     ids: list[int]
@@ -34,6 +35,12 @@ class Prompt:
     queries: list[torch.Tensor]
     sums: list[torch.Tensor] | None
     logits: torch.Tensor
+    spans: list[int | None]
+
+    @property
+    def full_layers(self) -> list[int]:
+        """Layers that are compressed; a sliding window forgets by itself."""
+        return [layer for layer, span in enumerate(self.spans) if span is None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +53,9 @@ class Rows:
         lengths: per layer ``[R]`` int64.
         starts: per layer, the column of the answer's first token.
         position: of the answer's first token in the text, S.
+        spans: as of `Prompt`.
+        queries: where it is a list, each layer's queries ``[1, Hq, D]`` of every token are added
+            to it; for a single row that is fed a token at a time.
     """
 
     keys: list[torch.Tensor]
@@ -53,6 +63,8 @@ class Rows:
     lengths: list[torch.Tensor]
     starts: list[int]
     position: int
+    spans: list[int | None]
+    queries: list[list[torch.Tensor]] | None = None
 
     def only(self, rows: torch.Tensor) -> "Rows":
         """These rows alone, copied."""
@@ -62,6 +74,7 @@ class Rows:
             lengths=[n[rows] for n in self.lengths],
             starts=self.starts,
             position=self.position,
+            spans=self.spans,
         )
 
 
@@ -82,15 +95,16 @@ class _Prefill:
         p.queries[layer] = torch.cat([p.queries[layer], rows[-LONGEST_WINDOW:]])[-LONGEST_WINDOW:]
         if self.want_sums:
             self._add_sums(layer, rows, keys[:, :stop], past)
-        mask = None
-        if past:
-            mask = torch.arange(stop) <= torch.arange(past, stop)[:, None]
+        mask, span = None, p.spans[layer]
+        if past or (span is not None and stop > span):
+            column, row = torch.arange(stop), torch.arange(past, stop)[:, None]
+            mask = (column <= row) & (column > row - (span or stop))
         return scaled_dot_product_attention(
             q,
             keys[None, :, :stop],
             values[None, :, :stop],
             mask,
-            is_causal=not past,
+            is_causal=mask is None,
             enable_gqa=True,
         )
 
@@ -128,6 +142,11 @@ class _Decode:
         stop = int(column.max()) + 1
         each = torch.arange(stop)
         seen = (each >= start - lengths[:, None, None]) & (each <= column[..., None])  # [R, T, n]
+        if (span := self.rows.spans[layer]) is not None:
+            # Such a layer keeps its latest tokens without gaps, so columns are as far as tokens.
+            seen &= each > column[..., None] - span
+        if self.rows.queries is not None:
+            self.rows.queries[layer].append(q[0].transpose(0, 1))
         count, heads, steps, dim = q.shape
         kv_heads = k.shape[1]
         grouped = q.reshape(count, kv_heads, heads // kv_heads * steps, dim)
@@ -166,6 +185,11 @@ def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         plain: list[int] = tokenizer.encode(messages[0]["content"])
         return plain
+    if not tokenizer.chat_template:
+        raise SystemExit(
+            "a chat needs a model with a chat template, and this one has none; give another"
+            " --model, or --tasks texts, which are gone on with"
+        )
     begun = messages[-1]["role"] == "assistant"
     text: str = tokenizer.apply_chat_template(
         list(messages[:-1] if begun else messages), tokenize=False, add_generation_prompt=True
@@ -189,6 +213,11 @@ class Reader:
         ).eval()
         config = self.model.config
         self.layers: int = config.num_hidden_layers
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.layers
+        self.spans: list[int | None] = [
+            config.sliding_window if kind == "sliding_attention" else None for kind in kinds
+        ]
+        """Per layer the tokens of its sliding window; None for a full layer."""
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -226,18 +255,23 @@ class Reader:
             queries=list(earlier.queries if earlier else none),
             sums=(list((earlier and earlier.sums) or zero)) if sums else None,
             logits=torch.empty(0),
+            spans=self.spans,
         )
         new = torch.tensor([ids[past:]])
         hidden = self._run(_Prefill(prompt, sums, past), new, torch.arange(past, len(ids))[None])
-        prompt.logits = self.model.lm_head(hidden[0, -1])
+        prompt.logits = self.logits(hidden[0, -1])
         return prompt
 
     @torch.inference_mode()
     def answer(self, rows: Rows, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Logits ``[R, T, vocabulary]`` behind `tokens` ``[R, T]``, at places `at` of answers."""
-        hidden = self._run(_Decode(rows, at), tokens, at + rows.position)
-        logits: torch.Tensor = self.model.lm_head(hidden)
-        return logits
+        """Hidden states ``[R, T, d]`` behind `tokens` ``[R, T]``, at places `at` of answers."""
+        return self._run(_Decode(rows, at), tokens, at + rows.position)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., vocabulary]``; asked row by row, since a vocabulary is wide."""
+        made: torch.Tensor = self.model.lm_head(hidden)
+        return made
 
     def _run(
         self, attention: _Prefill | _Decode, ids: torch.Tensor, positions: torch.Tensor

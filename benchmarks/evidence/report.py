@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.cells import ALL, Cell, answered, as_json, cells, read
+from benchmarks.evidence.along import LEGEND, along
+from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.texts import TASK
 from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
+from vllm_kvcompress.compare.tasks import KNOWN
 
 Where = tuple[str, str, int]
 """Model, place of the question, tokens of a prompt."""
@@ -47,8 +48,13 @@ def markdown(
         model, question, tokens = place
         parts.append(f"## {model}, question {question}, up to {tokens:,} tokens\n")
         counts = answered(results)
+        ordinary = [cell for cell in here if cell.along]
+        if ordinary:
+            parts += [LEGEND, *along(ordinary)]
+        here = [cell for cell in here if cell.task != ORDINARY]
         tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
-        told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in tasks if task != TASK)
+        known = [task for task in tasks if task in KNOWN]
+        told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in known)
         if told:
             parts.append(f"The full cache answered, at least in part: {told}.\n")
         everywhere = [cell for cell in here if cell.task == ALL]

@@ -4,13 +4,16 @@ import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.evidence.answers import Answer, compare, full_answer
+from benchmarks.evidence.answers import compare, full_answer
 from benchmarks.evidence.kept import Kept, Scored, settings_of
-from benchmarks.evidence.reader import Reader
+from benchmarks.evidence.reader import Reader, encode
 from checkpoints import make, tokens
 from engines import BLOCK, engine
 from kvcompress_kernels.column_sums import column_sums
@@ -60,7 +63,7 @@ def test_the_full_cache_is_transformers_own(reader, folder, prompt):
         torch.testing.assert_close(keys, theirs.keys[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(values, theirs.values[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(prompt.logits, out.logits[0, -1], rtol=1e-4, atol=1e-4)
-    assert full_answer(reader, NOTHING_ASKED, prompt)[0].tokens == said[0, len(IDS) :].tolist()
+    assert full_answer(reader, NOTHING_ASKED, prompt).tokens == said[0, len(IDS) :].tolist()
 
 
 @pytest.mark.parametrize("start", [1, 60, 300, 332])
@@ -112,29 +115,141 @@ def test_rows_answer_as_the_engine_does(reader, folder, prompt):
             for preset, budget in asked
         ]
         assert llm.compressor.compressed == len(asked)
-    full, logits = full_answer(reader, NOTHING_ASKED, prompt)
+    full = full_answer(reader, NOTHING_ASKED, prompt)
     scored = Scored(prompt, BLOCK)
     kept = [scored.keep(settings_of(*each)) for each in asked]
-    mine = compare(reader, NOTHING_ASKED, prompt, kept, full, logits)
+    mine = compare(reader, NOTHING_ASKED, prompt, kept, full)
     assert [each.tokens for each in mine] == theirs
     assert len({tuple(each.tokens) for each in mine}) > 5  # or nothing was told apart
     assert [each.same for each in mine] == [answer == full.tokens for answer in theirs]
 
 
 def test_the_full_cache_beside_itself_differs_in_nothing(reader, prompt):
-    full, logits = full_answer(reader, NOTHING_ASKED, prompt)
+    full = full_answer(reader, NOTHING_ASKED, prompt)
     whole = Kept(keys=prompt.keys, values=prompt.values, tokens=0)
     half = Scored(prompt).keep(settings_of("random", 0.2))
-    one, other = compare(reader, NOTHING_ASKED, prompt, [whole, half], full, logits)
+    one, other = compare(reader, NOTHING_ASKED, prompt, [whole, half], full)
     assert one.same
     assert one.top1 == 1.0
-    assert one.kl == pytest.approx(0.0, abs=1e-5)
-    assert other.kl > 0.01
+    assert one.mean_kl == pytest.approx(0.0, abs=1e-5)
+    assert other.mean_kl > 0.01
 
 
 def test_an_answer_of_one_token_says_nothing_of_the_cache(reader, prompt):
-    alone = Answer(tokens=[5], text="")
-    item = Item(name="x", task="x", messages=(), answers=(), max_tokens=1)
+    item = replace(NOTHING_ASKED, max_tokens=1)
     half = Scored(prompt).keep(settings_of("random", 0.2))
-    (made,) = compare(reader, item, prompt, [half], alone, torch.empty(0, 512))
-    assert (made.same, made.kl, made.top1) == (True, None, None)
+    (made,) = compare(reader, item, prompt, [half], full_answer(reader, item, prompt))
+    assert (made.same, made.mean_kl, made.top1) == (True, None, None)
+
+
+def ahead(preset, tokens):
+    return settings_of(json.dumps({"compress": preset, "lookahead": tokens}), 0.3)
+
+
+LONG = replace(NOTHING_ASKED, max_tokens=24)
+
+
+def test_a_look_ahead_is_a_longer_prompt_that_the_answer_judges(reader, prompt):
+    """The cache behind the answer's tokens, and what is kept of it, are those of one prefill."""
+    full = full_answer(reader, LONG, prompt)
+    begun = full.after(10)
+    again = reader.read(IDS + full.tokens[:10], sums=False)
+    assert begun.ids == again.ids
+    torch.testing.assert_close(begun.logits, again.logits, rtol=1e-4, atol=1e-4)
+    for part in ("keys", "values"):
+        for mine, whole in zip(getattr(begun, part), getattr(again, part), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-3)
+    for mine, whole in zip(begun.queries, again.queries, strict=True):
+        torch.testing.assert_close(mine, whole[-10:], rtol=1e-4, atol=1e-3)
+    settings = ahead("cake", 10)
+    scored = Scored(begun, 16, answered=10)
+    plan = scored.plan(settings)
+    assert (plan.window, plan.tokens) == (10, len(IDS) + 10)
+    assert plan.budget == settings_of("cake", 0.3).prompt(reader.layers, len(IDS)).budget + 10
+    mine, other = scored.keep(settings), Scored(prompt, 16).keep(settings_of("cake", 0.3))
+    assert abs(mine.tokens - other.tokens - 10 * reader.layers) < 16 * reader.layers
+    with pytest.raises(AssertionError):
+        scored.keep(ahead("cake", 11))
+
+
+def test_what_looks_ahead_is_the_full_caches_until_then(reader, prompt):
+    full = full_answer(reader, LONG, prompt)
+    kept = Scored(full.after(10), answered=10).keep(ahead("cake-chunk", 10))
+    (made,) = compare(reader, LONG, full.after(10), [kept], full)
+    assert made.tokens[:11] == full.tokens[:11]
+    assert made.kl[:10] == [0.0] * 10
+    assert made.agreed[:10] == [True] * 10
+    assert len(made.kl) == len(made.agreed) == len(full.tokens) - 1
+    assert max(made.kl[10:]) > 1e-3
+    assert full.after(22) is not None
+    assert full.after(23) is None  # its last token is read from no cache
+
+
+def test_an_answer_that_is_not_decoded_on_ends_where_it_differs(reader, prompt):
+    full = full_answer(reader, LONG, prompt)
+    half = Scored(prompt).keep(settings_of("random", 0.1))
+    (on,) = compare(reader, LONG, prompt, [half], full)
+    (cut,) = compare(reader, LONG, prompt, [half], full, own_answers=False)
+    assert (cut.kl, cut.agreed, cut.same) == (on.kl, on.agreed, False)
+    assert len(cut.tokens) < len(on.tokens) == 24
+    assert on.tokens[: len(cut.tokens)] == cut.tokens
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("preset", ["cake", "cake-chunk", "snapkv"])
+def test_look_aheads_answer_as_the_engine_does(reader, folder, prompt, preset):
+    asked = {"compress": preset, "budget": 0.2, "lookahead": 10, "min_prompt": 128}
+    with engine(
+        folder, additional_config={"kvcompress": asked}, enable_prefix_caching=False
+    ) as llm:
+        (theirs,) = llm.generate([IDS], LONG.max_tokens)
+        assert llm.compressor.compressed == 1
+    full = full_answer(reader, LONG, prompt)
+    kept = Scored(full.after(10), BLOCK, answered=10).keep(
+        settings_of(json.dumps({"compress": preset, "lookahead": 10}), 0.2)
+    )
+    (mine,) = compare(reader, LONG, full.after(10), [kept], full)
+    assert mine.tokens == theirs
+    assert mine.tokens != full.tokens  # or nothing was told apart
+
+
+def test_a_hybrid_reads_and_answers_as_transformers_and_keeps_its_windows(tmp_path):
+    folder = make("gemma3", tmp_path)
+    reader = Reader(folder)
+    reader.stops, reader.tokenizer = set(), Numbers()
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        said = own.generate(
+            torch.tensor([IDS]), max_new_tokens=24, do_sample=False, eos_token_id=-1
+        )
+        logits = own(said).logits[0, len(IDS) - 1 : -1]
+    prompt = reader.read(IDS, sums=False, earlier=reader.read(IDS[:200], sums=False))
+    torch.testing.assert_close(prompt.logits, logits[0], rtol=1e-4, atol=1e-4)
+    full = full_answer(reader, LONG, prompt)
+    torch.testing.assert_close(full.logits, logits[1:], rtol=1e-4, atol=1e-4)
+    windows = [layer for layer, span in enumerate(reader.spans) if span is not None]
+    assert 0 < len(windows) < reader.layers
+    begun = full.after(10)
+    kept = Scored(begun, answered=10).keep(ahead("cake", 10))
+    assert kept.tokens < 0.5 * len(IDS) * len(prompt.full_layers)
+    for layer in windows:
+        span = reader.spans[layer]
+        torch.testing.assert_close(kept.keys[layer], begun.keys[layer][:, -span:])
+    # Windows alone lose nothing.
+    for layer in prompt.full_layers:
+        kept.keys[layer], kept.values[layer] = begun.keys[layer], begun.values[layer]
+    (made,) = compare(reader, LONG, begun, [kept], full)
+    assert made.same
+    assert made.mean_kl == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_chat_with_a_model_that_has_no_template_is_refused():
+    class Base(Numbers):
+        chat_template = None
+
+        def encode(self, text):
+            return [len(text)]
+
+    assert encode(Base(), [{"role": "assistant", "content": "gone on with"}]) == [12]
+    with pytest.raises(SystemExit, match="needs a model with a chat template"):
+        encode(Base(), [{"role": "user", "content": "asked"}])

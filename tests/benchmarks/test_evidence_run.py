@@ -59,6 +59,33 @@ def test_tables_and_picture_of_a_run(model, tmp_path):
     assert read([out, packed]) == read([out])
 
 
+def test_ordinary_requests_with_and_without_a_look_ahead(model, tmp_path):
+    out = tmp_path / "results.jsonl"
+    asked = ["--model", model, "--tasks", "summary", "--question", "first", "--tokens", "300"]
+    asked += ["--max-tokens", "12", "--threads", "1", "--out", str(out), "--budgets", "0.3"]
+    some = ["cake", 'ahead={"compress": "cake", "lookahead": 4}']
+    some += ['never={"compress": "cake", "lookahead": 32, "budget": 0.5}']
+    evidence.main([*asked, "--count", "1", "--forced", "--methods", *some])
+    evidence.main([*asked, "--count", "2", "--methods", *some])
+    full, cake, ahead, never, *others = map(json.loads, out.read_text().splitlines())
+    assert full["method"] == "full"
+    assert [each["method"] for each in others] == ["full", "cake", "ahead", "never"]
+    for each in (cake, ahead, never):
+        assert len(each["kl_at"]) == len(each["agreed_at"]) == each["full_length"] - 1
+    assert cake["kl_at"][0] > 0
+    assert ahead["kl_at"][:4] == [0.0] * 4
+    assert max(ahead["kl_at"][4:]) > 0
+    assert (cake["packed"], ahead["packed"], never["packed"]) == (True, True, False)
+    assert (never["budget"], never["kept"], never["same"], never["kl"]) == (0.5, 1.0, True, 0.0)
+    assert cake["kept"] == pytest.approx(ahead["kept"], abs=0.04)
+    assert not any("similarity" in each for each in (cake, ahead, never))
+    assert all("similarity" in each for each in others[1:])
+    report.main([str(out), "--out", str(tmp_path / "evidence")])
+    text = (tmp_path / "evidence.md").read_text()
+    assert "ordinary requests, 2 prompts:" in text
+    assert "| `ahead` | 0.3 |" in text
+
+
 def test_texts_fill_their_length_and_follow_from_their_seed():
     def count(text):
         return len(text.split())

@@ -81,6 +81,11 @@ def test_cells_weigh_a_prompt_by_what_the_full_cache_answers():
     assert found["all tasks"].same.mean == pytest.approx(1 / 3)
 
 
+def test_each_seed_has_texts_of_its_own():
+    (cell, _) = cells([line(seed=1), line(seed=1, item="a/0/1"), line(seed=2)])
+    assert (cell.score.prompts, cell.score.independent) == (3, 2)
+
+
 def test_a_text_that_nothing_is_asked_of_has_no_score_and_joins_no_other_task():
     made = cells([line(task="texts", group=None, full=0.0, score=0.0)])
     assert [(cell.task, cell.score) for cell in made] == [("texts", None)]
@@ -92,3 +97,36 @@ def test_judging_takes_the_mean_and_not_the_luck_of_an_interval(short, floors):
     floor = floors["short"][str(BUDGETS[0])]["score"]
     worse = replace(cell, score=replace(cell.score, mean=floor - 0.01))
     assert len(gate.judge({**short, (RECOMMENDED, BUDGETS[0]): worse}, floors["short"])) == 1
+
+
+def ordinary(**changes):
+    made = {
+        "task": "summary", "group": "summary/0", "item": "summary/0/0", "full": 0.0, "score": 0.0,
+        "kl_at": [0.1] * 31 + [0.2] * 32 + [0.4] * 8, "agreed_at": "1" * 63 + "0" * 8,
+        "full_length": 72, "full_loops": False, "packed": True,
+        "similarity": 0.5, "length": 36, "loops": True,
+    }  # fmt: skip
+    return line(**(made | changes))
+
+
+def test_what_is_lost_along_an_answer_is_told_by_its_places():
+    short = ordinary(
+        group="points/0", item="points/0/0", task="points", kl_at=[0.6] * 33, agreed_at="0" * 33,
+        full_length=34, packed=False, kept=1.0, similarity=1.0, length=34, loops=False,
+    )  # fmt: skip
+    found = {cell.task: cell for cell in cells([ordinary(), short, line()])}
+    both = found["ordinary requests"]
+    assert both.along["1 to 32"].kl.mean == pytest.approx(31 * (0.1 + 0.6) / 64)
+    assert both.along["33 to 64"].kl.mean == pytest.approx((32 * 0.2 + 2 * 0.6) / 34)
+    assert both.along["33 to 64"].top1.mean == pytest.approx(32 / 34)
+    assert both.along["from 65"].kl.mean == pytest.approx(0.4)
+    assert both.along["from 65"].top1.mean == 0.0
+    assert both.along["from 65"].kl.independent == 1
+    assert both.along["from 33"].kl.mean == pytest.approx((6.4 + 1.2 + 3.2) / 42)
+    assert (both.packed, both.kept, both.loops, both.full_loops) == (0.5, 0.1, 0.5, 0.0)
+    assert both.similarity.mean == pytest.approx(0.75)
+    assert both.length.mean == pytest.approx(70 / 106)
+    assert both.score is None
+    assert found["all tasks"].score.prompts == 1
+    assert found["a"].along == {}
+    assert found["points"].same.prompts == 1

@@ -12,6 +12,7 @@ from vllm_kvcompress.compare.measures import (
     coarse_kl,
     distance,
     divergence,
+    loops,
     similarity,
 )
 
@@ -97,3 +98,21 @@ def test_divergence_adds_up_places():
     assert found.kl == pytest.approx(coarse_kl(sure, torn))
     with pytest.raises(ValueError, match="shorter"):
         divergence([sure], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "ends_in_a_loop"),
+    [
+        ("It is so. It is so. It is so. It is so.", True),
+        ("First this. It is so. It is so. It is so. It is so. It is", True),
+        ("no no no no", True),
+        ("no no no noth", False),
+        ("no no no no noth", True),
+        ("It is so. It is so. It is so.", False),
+        ("no no no no, and then it ends", False),
+        ("a b c d a b c d a b c d a b c d", True),
+        ("", False),
+    ],
+)
+def test_a_loop_is_the_same_words_four_times_at_the_end(text, ends_in_a_loop):
+    assert loops(text) is ends_in_a_loop

@@ -6,6 +6,7 @@ import pytest
 
 from outcomes import outcome
 from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.compare.measures import Divergence
 from vllm_kvcompress.compare.summary import default_by, recommend, summarise
 
 SNAP, CAKE, LARGE = (
@@ -38,6 +39,21 @@ def test_figures_by_hand():
     assert (found.score.mean, found.full_score.mean, found.drop.mean) == (0.75, 1.0, 0.25)
     assert found.times.first_token_s == pytest.approx(0.6)
     assert (found.times.full_token_s, found.times.token_s) == (0.03, 0.04)  # of pairs alone
+
+
+def test_what_is_lost_along_answers_is_weighed_by_their_tokens():
+    early, late, none = (Divergence(places=n, same_first=s, kl=k) for n, s, k in (
+        (31, 30, 0.31), (2, 1, 0.5), (0, 0, 0.0)))  # fmt: skip
+    long = outcome("a", by_place=(early, late, none), length=20, full_length=40, loops=True)
+    short = outcome("b", by_place=(late, none, none), full_loops=True)
+    whole = outcome("c", by_place=(early, early, early), kept_tokens=None)
+    (found,) = summaries(long, short, whole, cells=[SNAP])
+    assert set(found.along) == {"1 to 32", "33 to 64"}
+    first = found.along["1 to 32"]
+    assert (first.places, first.same_first.mean) == (33, 31 / 33)
+    assert first.kl.mean == pytest.approx(0.81 / 33)
+    assert found.along["33 to 64"].kl.independent == 1
+    assert (found.length.mean, found.loops, found.full_loops) == (28 / 48, 0.5, 0.5)
 
 
 def test_the_drop_is_paired():

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.compare.tasks import TASKS, Item, build_items, score
+from vllm_kvcompress.compare.tasks import KNOWN, ORDINARY, TASKS, Item, build_items, score
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.serving.text import english
 
 
 def words(text: str) -> int:
@@ -21,7 +22,7 @@ def items(task: str, **changes: object) -> list[Item]:
     return build_items([task], **(asked | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", KNOWN)
 @pytest.mark.parametrize("question", ["last", "first"])
 def test_a_prompt_fills_its_length_and_holds_its_answers(task: str, question: str) -> None:
     for item in items(task, question=question):
@@ -45,6 +46,40 @@ def test_the_same_arguments_give_the_same_prompts_and_a_seed_gives_others(task: 
     assert items(task) != items(task, seed=4)
     assert items(task, count=7)[:5] == items(task)
     assert len({item.name for item in items(task, count=20)}) == 20
+
+
+@pytest.mark.parametrize("task", ORDINARY)
+@pytest.mark.parametrize("question", ["last", "first"])
+def test_an_ordinary_request_is_an_instruction_over_a_part_of_the_manual(
+    task: str, question: str
+) -> None:
+    made = items(task, question=question, count=8)
+    instructions, texts = set(), set()
+    for item in made:
+        (user,) = item.messages
+        assert user["role"] == "user"
+        assert 0.9 * 1200 < words(user["content"]) <= 1200
+        assert item.answers == ()
+        assert item.max_tokens >= 100
+        parts = user["content"].split("\n\n")
+        assert parts[0 if question == "last" else 1] == "This is a part of a manual."
+        instructions.add(parts[-1 if question == "last" else 0])
+        text = "\n\n".join(parts[1:-1] if question == "last" else parts[2:])
+        assert text in english() * 2  # where the manual ends, it begins again
+        texts.add(text)
+    assert len(texts) == len({item.group for item in made}) == 8
+    assert len(instructions) > 1
+
+
+def test_ordinary_requests_ask_for_different_things() -> None:
+    assert len(ORDINARY) >= 5
+    asked = {item.messages[0]["content"].split("\n\n")[-1] for t in ORDINARY for item in items(t)}
+    assert len(asked) > 10
+
+
+def test_a_text_that_reaches_the_manuals_end_goes_on_from_its_beginning() -> None:
+    (item,) = items("summary", count=1, tokens=150_000)
+    assert words(item.messages[0]["content"]) > 149_000
 
 
 def test_prompts_of_a_group_share_their_text_and_others_do_not() -> None:

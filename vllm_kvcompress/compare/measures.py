@@ -8,6 +8,14 @@ import numpy as np
 
 _ROUNDING = 1e-6
 """What float32 probabilities that should add up to 1 may miss."""
+_TIMES = 4
+"""So often said in a row, words are a loop."""
+PLACES: Mapping[str, slice] = {
+    "1 to 32": slice(0, 32),
+    "33 to 64": slice(32, 64),
+    "from 65": slice(64, None),
+}
+"""Tokens of an answer, from which to which one. What a cache forgot shows late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,20 @@ def distance(a: Sequence[str], b: Sequence[str]) -> int:
         best = np.concatenate(([row[0] + 1], np.minimum(replaced, row[1:] + 1)))
         row = np.minimum.accumulate(best - columns) + columns
     return int(row[-1])
+
+
+def loops(text: str) -> bool:
+    """Whether an answer ends by saying the same words `_TIMES` times in a row, or more.
+
+    Its last word may have been cut off, and is then no part of what is said again.
+    """
+    words = text.split()
+    return _ends_alike(words) or _ends_alike(words[:-1])
+
+
+def _ends_alike(words: list[str]) -> bool:
+    runs = range(1, len(words) // _TIMES + 1)
+    return any(words[-run * _TIMES :] == words[-run:] * _TIMES for run in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

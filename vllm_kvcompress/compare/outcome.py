@@ -1,12 +1,20 @@
 """What became of one prompt in one cell: figures, and nothing of what was asked or answered."""
 
+from math import fsum
 from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from vllm_kvcompress.compare.client import Answer, Cell
-from vllm_kvcompress.compare.measures import Agreement, Divergence, agreement, divergence
+from vllm_kvcompress.compare.measures import (
+    PLACES,
+    Agreement,
+    Divergence,
+    agreement,
+    divergence,
+    loops,
+)
 from vllm_kvcompress.compare.tasks import Item, score
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -23,9 +31,11 @@ class Outcome:
         task, group: the prompt's; None is a group of its own.
         kept_tokens: mean of the layers; None where the server said nothing of it.
         exact, shared, similarity: of the two answers (`measures.Agreement`).
-        full_length: of the full cache's answer, in the unit of `shared`.
+        length, full_length: of the answers, in the unit of `shared`.
+        loops, full_loops: whether they end in a loop (`measures.loops`).
         places, same_first, kl: over the text that both share (`measures.Divergence`); None where
             the server tells no log-probabilities.
+        by_place: the same for each of `measures.PLACES`.
         score, full_score: share of the answers that is named; None where none are known.
         first_token_s, token_s: on this side, in seconds; `full_` on the other. `token_s` is None
             for an answer of one token.
@@ -41,10 +51,14 @@ class Outcome:
     exact: bool
     shared: Count
     similarity: Share
+    length: Count
     full_length: Count
+    loops: bool
+    full_loops: bool
     places: Count | None
     same_first: Count | None
     kl: Amount | None
+    by_place: tuple[Divergence, ...] | None
     score: Share | None
     full_score: Share | None
     first_token_s: Amount
@@ -80,7 +94,7 @@ class Outcome:
         sides = (full.names, other.names)
         tokens = all(sides) or not (full.text or other.text)
         found: Agreement = agreement(*sides) if tokens else agreement(full.text, other.text)
-        along = _along(full, other, found) if kl else None
+        by_place = _by_place(full, other, found) if kl else None
         return cls(
             key=key,
             task=item.task,
@@ -92,10 +106,14 @@ class Outcome:
             exact=found.exact,
             shared=found.shared,
             similarity=found.similarity,
+            length=len(sides[1]) if tokens else len(other.text),
             full_length=len(sides[0]) if tokens else len(full.text),
-            places=None if along is None else along.places,
-            same_first=None if along is None else along.same_first,
-            kl=None if along is None else along.kl,
+            loops=loops(other.text),
+            full_loops=loops(full.text),
+            places=None if by_place is None else sum(each.places for each in by_place),
+            same_first=None if by_place is None else sum(each.same_first for each in by_place),
+            kl=None if by_place is None else fsum(each.kl for each in by_place),
+            by_place=by_place,
             score=score(item.answers, other.text) if item.answers else None,
             full_score=score(item.answers, full.text) if item.answers else None,
             first_token_s=other.first_token_s,
@@ -108,7 +126,7 @@ class Outcome:
 OUTCOME = TypeAdapter(Outcome)
 
 
-def _along(full: Answer, other: Answer, found: Agreement) -> Divergence | None:
+def _by_place(full: Answer, other: Answer, found: Agreement) -> tuple[Divergence, ...] | None:
     """Both caches over the same text: what the two answers share, and the token where they part.
 
     The first token is left out. It comes from the full cache on both sides.
@@ -116,8 +134,12 @@ def _along(full: Answer, other: Answer, found: Agreement) -> Divergence | None:
     if not full.tokens or not other.tokens:
         return None
     # Where they part, what stands before is still the same.
-    places = min(found.shared + 1, len(full.tokens), len(other.tokens))
-    return divergence(
-        [token.likely for token in full.tokens[1:places]],
-        [token.likely for token in other.tokens[1:places]],
+    stop = min(found.shared + 1, len(full.tokens), len(other.tokens))
+    judged = range(1, stop)
+    return tuple(
+        divergence(
+            [full.tokens[place].likely for place in judged if place in every],
+            [other.tokens[place].likely for place in judged if place in every],
+        )
+        for every in (range(stop)[places] for places in PLACES.values())
     )

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm_kvcompress.compare.measures import PLACES
 from vllm_kvcompress.compare.statistics import RESAMPLES, Estimate
-from vllm_kvcompress.compare.summary import Recommendation, Summary
+from vllm_kvcompress.compare.summary import Along, Recommendation, Summary
 
 NONE = "-"
 
@@ -157,6 +158,39 @@ _BESIDE_FULL = (
     ),
 )
 
+
+def _in_place(place: str, figure: Callable[[Along], str]) -> Callable[[Summary], str]:
+    return lambda s: figure(s.along[place]) if place in s.along else NONE
+
+
+_ALONG = (
+    *_ANSWERS[:2],
+    Column(
+        name="length",
+        meaning="Length of the answers over the full cache's.",
+        cell=lambda s: NONE if s.length is None else f"{s.length.mean:.2f}",
+    ),
+    Column(
+        name="loops",
+        meaning="Answers that end by saying the same words four times or more, full cache ->"
+        " compressed.",
+        cell=lambda s: (
+            NONE
+            if s.loops is None or s.full_loops is None
+            else f"{s.full_loops:.0%} -> {s.loops:.0%}"
+        ),
+    ),
+    *(
+        Column(
+            name=place,
+            meaning=f"KL and top-1 as above, of the tokens {place} of an answer alone. Few answers"
+            " are the same for long, and those that are lose less.",
+            cell=_in_place(place, lambda a: f"{a.kl.mean:.4f}, {a.same_first.mean:.0%}"),
+        )
+        for place in PLACES
+    ),
+)
+
 _TIMES = (
     *_ANSWERS[:2],
     Column(
@@ -182,6 +216,7 @@ _TIMES = (
 TABLES: Mapping[str, Sequence[Column]] = {
     "Answers": _ANSWERS,
     "Beside the full cache's": _BESIDE_FULL,
+    "Along the answers": _ALONG,
     "Times": _TIMES,
 }
 """By title; each fits a terminal of 80 columns."""

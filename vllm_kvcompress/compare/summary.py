@@ -6,6 +6,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.compare.measures import PLACES
 from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.statistics import Estimate, estimate, needed, unseen
 
@@ -23,6 +24,21 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Along:
+    """What is lost in some places of answers, of the text that both share there.
+
+    Args:
+        places: tokens.
+        same_first: share of them whose most likely token is the full cache's.
+        kl: nats per token, a lower bound.
+    """
+
+    places: int
+    same_first: Estimate
+    kl: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What became of all prompts in one cell.
 
@@ -37,6 +53,9 @@ class Summary:
         places: tokens that both answers share, which `same_first` and `kl` are of.
         same_first: share of them whose most likely token is the full cache's.
         kl: nats per token, a lower bound.
+        along: the same by `measures.PLACES`, where there are any.
+        length: of the answers over the full cache's.
+        loops, full_loops: share of answers that end in a loop.
         score, full_score: over prompts whose answers are known, as `drop`, their difference.
         loss: what the recommendation is about: the drop, or 1 less what is agreed.
         bound: with 95 % confidence the loss is not above it.
@@ -55,6 +74,10 @@ class Summary:
     places: int
     same_first: Estimate | None
     kl: Estimate | None
+    along: dict[str, Along]
+    length: Estimate | None
+    loops: float | None
+    full_loops: float | None
     score: Estimate | None
     full_score: Estimate | None
     drop: Estimate | None
@@ -210,6 +233,13 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         places=sum(o.places or 0 for o in along),
         same_first=_over(along, lambda o: o.same_first or 0, lambda o: o.places or 0),
         kl=_over(along, lambda o: o.kl or 0.0, lambda o: o.places or 0),
+        along=_along(judged),
+        # An empty answer of the full cache has no length to compare with.
+        length=_over(
+            [o for o in judged if o.full_length], lambda o: o.length, lambda o: o.full_length
+        ),
+        loops=fmean(o.loops for o in judged) if judged else None,
+        full_loops=fmean(o.full_loops for o in judged) if judged else None,
         score=_over(scored, lambda o: o.score or 0.0),
         full_score=_over(scored, lambda o: o.full_score or 0.0),
         drop=drop,
@@ -218,6 +248,22 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         times=_times(judged),
         tasks=_tasks(scored),
     )
+
+
+def _along(outcomes: Sequence[Outcome]) -> dict[str, Along]:
+    found: dict[str, Along] = {}
+    for number, name in enumerate(PLACES):
+        there = [(o.drawn_with, o.by_place[number]) for o in outcomes if o.by_place]
+        there = [(drawn_with, each) for drawn_with, each in there if each.places]
+        if not there:
+            continue
+        groups, sizes = [group for group, _ in there], [each.places for _, each in there]
+        found[name] = Along(
+            places=sum(sizes),
+            same_first=estimate([each.same_first for _, each in there], groups, sizes=sizes),
+            kl=estimate([each.kl for _, each in there], groups, sizes=sizes),
+        )
+    return found
 
 
 def _over(

@@ -1,4 +1,4 @@
-"""Built-in tasks, generated offline from words of our own: RULER-style, not RULER."""
+"""Built-in tasks, built offline: RULER-style ones of words of our own, and ordinary requests."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,22 @@ from vllm_kvcompress.compare.tasks.items import (
     QuestionAt,
     score,
 )
+from vllm_kvcompress.compare.tasks.ordinary import ORDINARY
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 
-__all__ = ["TASKS", "CountTokens", "Item", "QuestionAt", "build_items", "score"]
+__all__ = [
+    "KNOWN",
+    "ORDINARY",
+    "TASKS",
+    "CountTokens",
+    "Item",
+    "QuestionAt",
+    "build_items",
+    "score",
+]
 
-TASKS: Mapping[str, Callable[[random.Random], Material]] = {
+KNOWN: Mapping[str, Callable[[random.Random], Material]] = {
     "niah-single": needles.single,
     "niah-multikey-1": needles.multikey_1,
     "niah-multikey-2": needles.multikey_2,
@@ -30,6 +40,8 @@ TASKS: Mapping[str, Callable[[random.Random], Material]] = {
     "frequent-words": lists.frequent_words,
     "key-values": lists.key_values,
 }
+"""Tasks whose right answers are known."""
+TASKS: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **ORDINARY}
 
 
 def build_items(
@@ -80,12 +92,18 @@ def build_items(
 def _messages(
     material: Material, text: str, asked: Question, question: QuestionAt
 ) -> tuple[dict[str, str], ...]:
+    # A text may end with an empty line.
+    told = f"{material.intro}\n\n{text.rstrip()}"
+    if not asked.begin:
+        # An ordinary request begins no answer and repeats nothing behind its text.
+        both = (told, asked.ask) if question == "last" else (f"{asked.ask} The text follows.", told)
+        return ({"role": "user", "content": "\n\n".join(both)},)
     if question == "last":
-        content = f"{material.intro}\n\n{text}\n\n{asked.ask}"
+        content = f"{told}\n\n{asked.ask}"
         begin = asked.begin
     else:
         content = (
-            f"{asked.ask} The text follows.\n\n{material.intro}\n\n{text}\n\n"
+            f"{asked.ask} The text follows.\n\n{told}\n\n"
             "Answer the question that was asked before the text."
         )
         begin = "The answer is"

@@ -38,8 +38,9 @@ class Question:
 
     Args:
         ask: the question.
-        begin: how the answer begins, so that a model that talks much answers all the same.
-        answers: what a full answer names.
+        begin: how the answer begins, so that a model that talks much answers all the same; empty
+            where it begins itself.
+        answers: what a full answer names; empty where nobody knows.
         max_tokens: tokens that it has room in.
     """
 

@@ -1,0 +1,86 @@
+"""Ordinary requests: an instruction over a text, whose answer nobody knows beforehand.
+
+Needles ask for what stands in one place. These ask for what is everywhere in a text, in answers of
+a hundred tokens and more, and the full cache's own answer is what they are judged by.
+"""
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import cycle, islice
+
+from vllm_kvcompress.compare.tasks.items import Material, Question
+from vllm_kvcompress.serving.text import english
+
+_ROOM = 160
+"""Tokens of an answer: enough that most of it stands behind a look-ahead."""
+_INTRO = "This is a part of a manual."
+
+_INSTRUCTIONS: Mapping[str, Sequence[str]] = {
+    "summary": (
+        "Summarise the text in your own words, point by point.",
+        "Summarise the text for somebody who has no time to read it, in two paragraphs.",
+        "Say in your own words what the text is about and what it says about it.",
+        "Write a summary of the text in about eight sentences.",
+    ),
+    "points": (
+        "List all rules that the text states, one in a line, and keep their order.",
+        "List the names and keywords that the text explains, each with what it does.",
+        "Make a numbered list of the most important facts of the text.",
+        "List everything that the text says is an error or is not allowed, and why.",
+    ),
+    "explain": (
+        "Explain the text to a beginner, with the exact terms that it uses.",
+        "Explain how what the text describes works, step by step, with the text's exact terms.",
+        "Explain the beginning, the middle and the end of the text, with its exact terms.",
+        "Explain with the exact terms of the text when a programmer needs what it describes.",
+    ),
+    "rewrite": (
+        "Rewrite the text in simpler and shorter sentences.",
+        "Rewrite the text as questions and answers.",
+        "Rewrite the text as a friendly letter to a colleague.",
+        "Rewrite the text as notes for a talk, and leave no subject out.",
+    ),
+    "questions": (
+        "What is the most important point of the text, and which sentences support it?",
+        "What does the text say about exceptions and special cases? Answer in whole sentences.",
+        "Which examples does the text give, and what does each of them show?",
+        "What should a reader be careful about, after the text? Answer in whole sentences.",
+    ),
+}
+
+
+def _material(kind: str, rng: random.Random) -> Material:
+    """A stretch of the manual from where a paragraph begins, and one instruction."""
+    lines, starts = _lines()
+    start = rng.choice(starts)
+
+    def pieces(count: int) -> list[str]:
+        # The manual ends where it must: a text that would be longer goes on from its beginning.
+        return list(islice(cycle(lines), start, start + count))
+
+    question = Question(ask=rng.choice(_INSTRUCTIONS[kind]), begin="", answers=(), max_tokens=_ROOM)
+    return Material(intro=_INTRO, pieces=pieces, least=1, joiner="\n", questions=[question])
+
+
+@cache
+def _lines() -> tuple[Sequence[str], Sequence[int]]:
+    """The manual's lines, and the numbers of those with which a paragraph begins."""
+    lines = english().splitlines()
+    starts = [
+        number
+        for number, (before, line) in enumerate(zip(["", *lines], lines, strict=False))
+        if not before.strip() and re.match(r"[A-Z]", line)
+    ]
+    return lines, starts
+
+
+def _task(kind: str) -> Callable[[random.Random], Material]:
+    return lambda rng: _material(kind, rng)
+
+
+ORDINARY: Mapping[str, Callable[[random.Random], Material]] = {
+    kind: _task(kind) for kind in _INSTRUCTIONS
+}
+"""By name; nothing is known of their answers."""
