@@ -121,7 +121,7 @@ class PagePool:
         # What `_row_slots` holds.
         self._uploaded: list[int] = []
         self._views: dict[int, LayerTables] = {}
-        # Told of each step's rows: where the queries of growing answers go.
+        # Told of each step's rows: where the queries of requests go.
         self.ring: QueryRing | None = None
         # What methods that add up attention, and that merge, remember of growing answers.
         self.sums: AttentionSums | None = None

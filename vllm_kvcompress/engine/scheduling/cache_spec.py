@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.obstacles import why_not_in_blocks
-from vllm_kvcompress.planning.schedules import standing_blocks
+from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)

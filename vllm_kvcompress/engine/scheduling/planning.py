@@ -67,19 +67,25 @@ class Planner:
             )
         return self._requests[request_id]
 
-    def admit(self, request_id: str) -> str:
+    def admit(self, request_id: str, cached: int) -> str:
         """From the request's first block on, what was decided about it stays (`Admissions`).
 
         An answer that nothing bounds ends where the pool does.
+
+        Args:
+            cached: tokens that it found in the prefix cache, where this is its first chunk.
         """
         request = self.request(request_id)
         final = self.admissions.of(request).final
         reason = self.admissions.admit(request)
-        schedule = self.schedule_of(request)
-        if isinstance(schedule.prefill, EveryPiece):
-            self.schedules[request_id] = schedule
         if not final and self._settings.max_whole is not None:
             self._end_with_the_pool(request)
+        schedule = self.schedule_of(request)
+        if schedule.lookahead is not None and request_id not in self.schedules:
+            schedule.lookahead = replace(schedule.lookahead, cached=cached)
+            self.schedules[request_id] = schedule
+        if isinstance(schedule.prefill, EveryPiece):
+            self.schedules[request_id] = schedule
         return reason
 
     def schedule_of(self, request: Request) -> RequestSchedule:
@@ -256,7 +262,8 @@ class Planner:
         """
         schedule = self.schedule_of(request)
         if schedule.lookahead is not None and schedule.prefill is None:
-            return max_length  # no query of the prompt judges it
+            # no query of the prompt needs to judge it
+            return min(schedule.lookahead.longest_hit, max_length)
         if isinstance(pieces := schedule.prefill, EveryPiece):
             reads = method_of(pieces.settings).reads
             if Reads.COLUMN_SUMS in reads:
