@@ -290,6 +290,38 @@ def test_an_answer_that_ends_before_is_whole(answer, one_engine, watched):
 
 
 @first_runner
+def test_who_finds_no_slot_is_packed_at_its_prefills_end(alone, checkpoints_folder, watched):
+    """Those that find one answer as ever; slots come back from all that end, whatever ends them."""
+    model, slots = make("llama-gqa", checkpoints_folder), 2
+    config = ahead(lookahead_slots=slots)
+    without = settings("cake", BUDGET, window=AHEAD)
+    with engine(model, additional_config=without, enable_prefix_caching=False) as llm:
+        at_end = [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        free = llm.free_blocks
+        packed = llm.watch_packing(lambda done: (done.todo.prompt_tokens, done.todo.answered))
+        for new in (ANSWER, 3, ANSWER):
+            packed.clear()
+            got = llm.generate(PROMPTS, new)
+            llm.settle()
+            assert llm.free_blocks == free
+        llm.submit("cut", PROMPTS[0], ANSWER)
+        llm.step(), llm.step()
+        assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+        llm.drain()
+        assert len(llm.worker.compressor.pool.ring._free) == slots
+        assert packed.pop() == (len(PROMPTS[0]), AHEAD)
+    answered = dict(packed)
+    longer = [prompt for prompt in PROMPTS if len(prompt) >= 128]
+    waited = [length for length in answered if answered[length] is not None]
+    assert len(answered) == len(longer)
+    assert len(waited) == slots
+    assert watched("slotless") == {"": 3 * (len(longer) - slots)}
+    for prompt, answer, own, other in zip(PROMPTS, got, alone, at_end, strict=True):
+        assert answer == (own if answered.get(len(prompt)) is not None else other)
+
+
+@first_runner
 def test_preempted_it_finds_its_answer_in_the_cache(checkpoints_folder):
     """It computes the window's queries again, the answer's, and is judged by as many."""
     model, m, new = make("llama-gqa", checkpoints_folder), 40, 70

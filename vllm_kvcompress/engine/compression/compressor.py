@@ -168,7 +168,9 @@ class PromptCompressor:
         step.laid_out, plan = True, step.plan
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         packed = [todo.request_id for todo in plan.pack if todo.prefill and not todo.whole]
-        for request_id in (*plan.grow, *plan.keep, *packed):
+        for request_id in (*plan.grow, *plan.keep):
+            self.pool.keep_queries(request_id)
+        for request_id in packed:
             self.pool.admit(request_id)
         for request_id, settings in plan.observe:
             if method_of(settings).reads & _ATTENTION:
@@ -369,6 +371,8 @@ class PromptCompressor:
             prefill.held = todo.plan.most_pages * todo.plan.block_size, todo.tokens
             return
         self._prefills.pop(todo.request_id, None)
+        if todo.answered is not None and todo.settings.decode_budget is None:
+            self.pool.drop_queries(todo.request_id)
         self.compressed += 1
         assert job.stopwatch is not None, todo
         self.reports.add(todo, pages, job.stopwatch)

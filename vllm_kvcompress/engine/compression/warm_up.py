@@ -112,7 +112,7 @@ class WarmUp:
             pages=pages,
             total=pages * size,
         )
-        self._pool.admit("")
+        self._pool.keep_queries("")
         # The layers of an answer divide once; those of a prompt divide anew at every boundary.
         for destination in ((0,) * plan.blocks, None)[: 1 if prefill else 2]:
             todo = Pack(

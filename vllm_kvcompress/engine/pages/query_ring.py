@@ -19,7 +19,8 @@ class QueryRing:
 
     Args:
         layers: L.
-        slots: request slots, slot 0 among them.
+        slots: requests that have one at once, and slot 0.
+        requests: the page pool's slots, slot 0 among them.
         window: w.
         heads, dim: of a query.
         max_rows: rows of the largest batch, padding included.
@@ -30,6 +31,7 @@ class QueryRing:
         *,
         layers: int,
         slots: int,
+        requests: int,
         window: int,
         heads: int,
         dim: int,
@@ -40,6 +42,10 @@ class QueryRing:
         self.window = window
         self._queries = torch.zeros(layers, slots * window, heads, dim, dtype=dtype, device=device)
         self._layers = self._queries.unbind()
+        # The slot here of each slot of the page pool, on the device and on the host.
+        self._own = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._slots: dict[int, int] = {}
+        self._free = list(range(slots - 1, 0, -1))
 
         def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
@@ -59,13 +65,26 @@ class QueryRing:
         self._rows = self._places = 0
         self._by_row = False
 
+    def admit(self, request: int) -> None:
+        """From now on the queries of the request in this slot of the page pool are kept."""
+        if request not in self._slots:
+            slot = self._slots[request] = self._free.pop()
+            self._own[request] = slot
+
+    def release(self, request: int) -> None:
+        """They are no longer needed; nothing happens if they were not kept."""
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            self._own[request] = 0
+            self._free.append(slot)
+
     def follow(
         self, row_slots: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, rows: int
     ) -> None:
         """Learn whose rows this step's are, and how long they are after it.
 
         Args:
-            row_slots: ``[>= rows]`` int32, the slot of each row.
+            row_slots: ``[>= rows]`` int32, the page pool's slot of each row.
             seq_lens: ``[>= live]`` int32, in tokens.
             live: ``[]`` int32: rows that are no padding.
             rows: rows of the batch, padding included.
@@ -74,8 +93,8 @@ class QueryRing:
         known = min(rows, len(seq_lens))
         torch.sub(seq_lens[:known], 1, out=self._last[:known])
         torch.lt(self._count[:rows], live, out=self._live[:rows])
-        start = torch.mul(row_slots[:rows], self._live[:rows], out=self._start[:rows])
-        start.mul_(self.window)
+        start = torch.index_select(self._own, 0, row_slots[:rows], out=self._start[:rows])
+        start.mul_(self._live[:rows]).mul_(self.window)
 
     def lay_out(self, query_start: torch.Tensor, tokens: int, longest: int) -> None:
         """Find where the batch's queries go, once `follow` knows the rows.
@@ -144,17 +163,18 @@ class QueryRing:
             own = query.index_select(0, self._tokens[:places])
         self._layers[layer].index_copy_(0, self._index[:places], own)
 
-    def latest(self, slots: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
+    def latest(self, requests: Sequence[int], tokens: Sequence[int], count: int) -> torch.Tensor:
         """The last queries ``[R * L, count, Hq, D]`` of R requests, in the order of positions.
 
         The layers of a request lie one after the other.
 
         Args:
-            slots: of the requests.
+            requests: their slots in the page pool.
             tokens: how many of each were computed.
             count: how many queries of each, at most w.
         """
         w, (layers, places) = self.window, self._queries.shape[:2]
+        slots = [self._slots[request] for request in requests]
         latest = [
             slot * w + (computed - count + i) % w
             for slot, computed in zip(slots, tokens, strict=True)

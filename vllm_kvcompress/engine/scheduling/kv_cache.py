@@ -33,6 +33,7 @@ class _Spec(Protocol):
 
     num_compressed_layers: int
     settings: CompressionConfig
+    ring_slots: int
 
 
 class DestinationBlocks(NamedTuple):
@@ -63,6 +64,7 @@ class CompressedManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
         self._num_layers = kv_cache_spec.num_compressed_layers
+        self._ring_slots = kv_cache_spec.ring_slots
         self._windows: Windows | None = None
         self.replace_settings(kv_cache_spec.settings)
         self.tally = Tally()
@@ -87,6 +89,7 @@ class CompressedManager(FullAttentionManager):
             *(settings, self._num_layers, self.block_size, self.block_pool),
             windows=self._windows,
             requests=self._requests,
+            ring_slots=self._ring_slots,
         )
 
     def connect(self, requests: Mapping[str, Request], windows: Windows | None) -> None:
@@ -169,7 +172,9 @@ class CompressedManager(FullAttentionManager):
             self._plan_answer(request_id, num_tokens)
             return
         cached = self.num_cached_block.get(request_id, 0) * self.block_size
-        if reason := self.planner.admit(request_id, cached):
+        reason, slotless = self.planner.admit(request_id, cached)
+        self.tally.slotless += slotless
+        if reason:
             self.tally.skipped[reason] += 1
         request = self.planner.request(request_id)
         tokens = min(num_tokens, int(request.num_tokens))
@@ -334,6 +339,8 @@ class CompressedManager(FullAttentionManager):
         self.block_pool.free_blocks(freed)
         returned = self.block_pool.get_num_free_blocks() - before
         self.tally.pack(pack, returned, first=first, own=bool(own))
+        if pack.answered is not None:
+            self.planner.looked_ahead(request_id)
         return pack
 
     # -- the prefix cache ---------------------------------------------------------------------
