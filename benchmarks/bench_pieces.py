@@ -85,7 +85,7 @@ def contender(piece: int | str, args: argparse.Namespace) -> Contender:
     from transformers import AutoConfig
     from vllm import LLM
 
-    from vllm_kvcompress.planning.schedules import standing_blocks
+    from vllm_kvcompress.planning.standing import standing_blocks
     from vllm_kvcompress.settings.config import CompressionConfig
 
     own: dict[str, Any] = {"compress": args.method, "budget": args.budget}

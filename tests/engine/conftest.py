@@ -1,6 +1,7 @@
 """Real vLLM engines in this process, one at a time, on the model runner that the run chose."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,11 @@ def watched(monkeypatch):
     monkeypatch.setattr(Tally, "take", lambda self: (taken.append(take(self)), taken[-1])[1])
 
     def counts(key):
-        total = {}
+        total = Counter()
         for report in taken:
-            for name, count in (report or {}).get(key, {}).items():
-                total[name] = total.get(name, 0) + count
-        return total
+            found = (report or {}).get(key, {})
+            total.update(found if isinstance(found, dict) else {"": found})
+        return {name: count for name, count in total.items() if count}
 
     return counts
 

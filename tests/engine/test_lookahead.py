@@ -11,6 +11,7 @@ from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay
 from test_prompts_in_pieces import PIECE, WHOLE, Prompt
+from vllm_kvcompress.planning.schedules import LookAhead
 
 AHEAD, BUDGET = 12, 0.3
 WINDOWS = {"tova": 1, "cake-chunk": 16}
@@ -90,6 +91,63 @@ def test_every_step_reads_what_the_reference_holds(name, method, length, m, chec
     for position in range(length, length + answer - 1):
         replay.step(position)
     assert replay.packed_at == [length + m]
+
+
+def pack_after(llm, monkeypatch, answered):
+    """Pack every prompt as soon as so much of its answer is computed, however little that is."""
+    manager = llm.scheduler.compressed_manager
+    plan_step = manager.plan_step
+
+    def early(ahead, holding, tokens):
+        return ahead.kept(holding, tokens) if ahead.answered(tokens) >= answered else None
+
+    def planning(request_id, num_tokens):
+        before = manager.planner.has_prefilled(request_id)
+        plan_step(request_id, num_tokens)
+        schedule = manager.planner.schedules.get(request_id)
+        if schedule is not None and schedule.prefilled and not before and schedule.lookahead:
+            manager._look_ahead(request_id, schedule, schedule.lookahead, num_tokens)
+
+    monkeypatch.setattr(LookAhead, "plan", early)
+    manager.plan_step = planning
+
+
+# by the prompt's queries alone; by those of two chunks of it; by fewer than the window, since the
+# prefix cache had the others' tokens
+EARLY = [("cake", AHEAD, 0, 0, 12), ("snapkv", 40, 0, 5, 32), ("snapkv", 40, 416, 5, 6)]
+CASE = ("method", "m", "hit", "answered", "rows")
+
+
+@pytest.mark.parametrize(CASE, EARLY[1:2] if V2 else EARLY)
+def test_the_ring_judges_at_any_moment(
+    method, m, hit, answered, rows, checkpoints_folder, monkeypatch
+):
+    """By the latest queries that were computed, the prompt's among them."""
+    name, length, answer = "llama-gqa", 417, m + 20
+    prompt = tokens(length, seed=33)
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=ahead(method, lookahead=m, allow_override="all"),
+        max_num_batched_tokens=200,
+        max_num_seqs=4,
+        max_model_len=1024,
+    ) as llm:
+        seen = llm.record_attention()
+        packed = llm.watch_packing(lambda done: done.todo)
+        if hit:
+            llm.outputs([prompt[:hit]], 1, extra_args={"kv_compress": "off"})
+        pack_after(llm, monkeypatch, answered)
+        llm.submit("r", prompt, answer)
+        llm.drain()
+    (todo,) = packed
+    due = length + answered
+    assert (todo.tokens, todo.answered, todo.plan.window) == (due, answered, rows)
+    replay = Ahead(method, SHAPES[name], seen, length, answered).whole()
+    replay.w = rows
+    replay.after(length)
+    for position in range(length, length + answer - 1):
+        replay.step(position)
+    assert replay.packed_at == [due]
 
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
@@ -229,6 +287,57 @@ def test_an_answer_that_ends_before_is_whole(answer, one_engine, watched):
     assert watched("skipped") == ({} if packs else {"answered": 1})
     assert watched("planned") == ({"cake": 1} if packs else {})
     assert llm.free_blocks == free
+
+
+@first_runner
+def test_who_finds_no_slot_is_packed_at_its_prefills_end(alone, checkpoints_folder, watched):
+    """Those that find one answer as ever; slots come back from all that end, whatever ends them."""
+    model, slots = make("llama-gqa", checkpoints_folder), 2
+    config = ahead(lookahead_slots=slots)
+    without = settings("cake", BUDGET, window=AHEAD)
+    with engine(model, additional_config=without, enable_prefix_caching=False) as llm:
+        at_end = [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        free = llm.free_blocks
+        packed = llm.watch_packing(lambda done: (done.todo.prompt_tokens, done.todo.answered))
+        for new in (ANSWER, 3, ANSWER):
+            packed.clear()
+            got = llm.generate(PROMPTS, new)
+            llm.settle()
+            assert llm.free_blocks == free
+        llm.submit("cut", PROMPTS[0], ANSWER)
+        llm.step(), llm.step()
+        assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+        llm.drain()
+        assert len(llm.worker.compressor.pool.ring._free) == slots
+        assert packed.pop() == (len(PROMPTS[0]), AHEAD)
+    answered = dict(packed)
+    longer = [prompt for prompt in PROMPTS if len(prompt) >= 128]
+    waited = [length for length in answered if answered[length] is not None]
+    assert len(answered) == len(longer)
+    assert len(waited) == slots
+    assert watched("slotless") == {"": 3 * (len(longer) - slots)}
+    for prompt, answer, own, other in zip(PROMPTS, got, alone, at_end, strict=True):
+        assert answer == (own if answered.get(len(prompt)) is not None else other)
+
+
+@first_runner
+def test_preempted_it_finds_its_answer_in_the_cache(checkpoints_folder):
+    """It computes the window's queries again, the answer's, and is judged by as many."""
+    model, m, new = make("llama-gqa", checkpoints_folder), 40, 70
+    with engine(model, additional_config=ahead(lookahead=m), max_model_len=1024) as llm:
+        want = llm.generate([PROMPTS[2]], new)
+        assert llm.scheduler.reset_prefix_cache()
+        packed = llm.watch_packing(lambda done: (done.todo.tokens, done.todo.plan.window))
+        llm.submit("r", PROMPTS[2], new)
+        while llm.step() is not None and llm.running()[0].num_output_tokens < m - 3:
+            pass
+        request = llm.scheduler.running.pop()
+        llm.scheduler._preempt_request(request, 0.0)
+        assert [*llm.drain().values()] == want
+    due = len(PROMPTS[2]) + m
+    # 457 tokens were there, and 28 blocks of them
+    assert packed == [(due, 32)]
 
 
 @first_runner

@@ -94,6 +94,7 @@ def test_warming_up_writes_nothing_but_the_null_block(preset):
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
+            requests=4,
             window=kept,
             heads=HEADS,
             dim=DIM,
@@ -138,6 +139,7 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
         pool.ring = query_ring.QueryRing(
             layers=LAYERS,
             slots=4,
+            requests=4,
             window=kept,
             heads=HEADS,
             dim=DIM,

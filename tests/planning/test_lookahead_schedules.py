@@ -1,5 +1,7 @@
 """A look-ahead changes which tokens are kept, and when, but not how many."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +46,8 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
     granted = own.tokens_per_layer(prompt) + m + late
     if plan is None:
         full, tail = divmod(tokens, size)
-        assert full == 0 or layers * (granted - tail) // size >= layers * full
+        least = -(-max(own.resolved_window - tail, 0) // size)
+        assert full == 0 or max(layers * (granted - tail) // size, layers * least) >= layers * full
         return
     assert plan.tokens == tokens
     assert plan.tail == tokens % size
@@ -82,3 +85,15 @@ def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
     assert plan.pages <= held
     kept = plan.pages * size + layers * plan.tail
     assert kept <= max(layers * (budget + m), layers * (plan.floor_pages * size + plan.tail))
+
+
+def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():
+    """All of them, until there are as many as the window has; CAKE's variance needs two."""
+    raw = {"compress": "cake", "budget": 80, "min_prompt": 0, "lookahead": 40}
+    own = CompressionConfig.parse(raw)
+    ahead = replace(lookahead_of(own, 4, 16, 417, 100), cached=416)
+    for answered in range(41):
+        plan = ahead.kept(Holding(num_layers=4, block_size=16), 417 + answered)
+        assert (plan and plan.window) == (min(answered + 1, 32) if answered else None)
+    # at most so much may be cached where an answer goes on, or it would be judged by fewer
+    assert ahead.longest_hit == 417 + 40 - 32

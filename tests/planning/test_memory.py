@@ -1,5 +1,7 @@
 """The memory that compression takes covers whatever a request may ask for."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from vllm_kvcompress.planning.memory import (
     Sizes,
     bytes_beside,
     extra_bytes,
+    ring_bytes,
+    ring_slots,
     table_bytes,
     table_columns,
 )
@@ -149,3 +153,25 @@ def test_what_a_layer_cannot_hold_is_not_set_aside():
     own = longer_than_the_pool(compress="snapkv", budget=0.1)
     more = [bytes_beside(HUGE, own, blocks * HUGE.block_bytes) for blocks in (4_000, 100_000)]
     assert more[1] == extra_bytes(HUGE, own) > 4 * more[0]
+
+
+def test_slots_for_the_queries_of_a_look_ahead():
+    """Llama 3.1 8B: 8 MiB each, so 128 of them in 1 GiB; all requests where answers are bounded."""
+    llama = Sizes(
+        layers=32, heads=32, kv_heads=8, head_dim=128, itemsize=2, longest=131072, block_size=16,
+        max_requests=256,
+    )  # fmt: skip
+
+    def slots(sizes=llama, **more):
+        own = CompressionConfig.parse({"compress": "cake", **more})
+        found = ring_slots(sizes, own)
+        window = 32 if "lookahead" in more else 8
+        assert ring_bytes(sizes, own) == (found and (found + 1) * window * 2**18)
+        return found
+
+    assert slots() == 0
+    assert slots(lookahead=32) == 128
+    assert slots(lookahead=32, lookahead_slots=200) == 200
+    assert slots(lookahead=32, lookahead_slots=1000) == 256
+    assert slots(replace(llama, max_requests=16), lookahead=32) == 16
+    assert slots(decode_budget=512) == slots(decode_budget=512, lookahead=32) == 256

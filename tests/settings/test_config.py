@@ -190,7 +190,10 @@ def test_equal_after_json_and_pickle(raw):
 
 def test_every_field_reaches_additional_config():
     assert CompressionConfig.parse(FULL).to_additional_config() == FULL
-    assert set(FULL) == set(CompressionConfig.model_fields)
+    # a decode budget leaves nothing to say about slots
+    assert {*FULL, "lookahead_slots"} == set(CompressionConfig.model_fields)
+    slots = {"compress": "cake", "lookahead": 8, "lookahead_slots": 3}
+    assert CompressionConfig.parse(slots).to_additional_config() == slots
     assert CompressionConfig().to_additional_config() == {"compress": "off"}
 
 

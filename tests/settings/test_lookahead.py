@@ -45,6 +45,20 @@ def test_what_is_refused(lookahead, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"lookahead_slots": 0}, "lookahead_slots: input should be greater than or equal to 1"),
+        ({"lookahead_slots": True}, "lookahead_slots: input should be a valid integer, got True"),
+        ({"lookahead_slots": 4, "decode_budget": 512}, "=4 cannot be set with --kv-decode-budget"),
+    ],
+)
+def test_slots_that_mean_nothing(more, says):
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse({"compress": "cake", "lookahead": 16, **more})
+    assert says in str(caught.value)
+
+
 def test_without_one_nothing_changes():
     assert [CompressionConfig.parse({"compress": name}).resolved_lookahead for name in PRESETS] == [
         0

@@ -22,6 +22,8 @@ _PREFILLS = 16
 """Prompts that keep window queries at once; those beyond live off the activations."""
 _ADDED = 4
 """Answers whose queries since the last time are gathered at once."""
+_LOOKAHEAD_BYTES = 2**30
+"""What the last queries of requests that look ahead take, unless `lookahead_slots` is set."""
 _STAGED_SHARE = 8
 """Answers that are packed together wait in a buffer of one longest prompt's pages over this."""
 
@@ -187,15 +189,36 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
 
 
 def ring_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
-    """Bytes of the last queries ``[L, w, Hq, D]`` of every request whose answer is bounded.
+    """Bytes of the last queries ``[L, w, Hq, D]`` of as many requests as have a slot for them.
 
     And of those that are gathered at once, where an interval's attention is added up.
     What packing answers takes is within what one longest prompt's takes, but for the buffer that
     `extra_bytes` counts: as many are packed together as fit there (`answers_at_once`).
     """
-    row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
     gathered = _ADDED if any(adds_up(variant) for variant in settings.variants) else 0
-    return (sizes.max_requests + 1 + gathered) * ring_window(settings) * row
+    slots = ring_slots(sizes, settings)
+    return (slots + 1 + gathered) * _slot_bytes(sizes, settings) if slots else 0
+
+
+def ring_slots(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Requests whose last queries are kept at once; 0 where none are.
+
+    Where answers are bounded, all that run. A look-ahead is a short part of an answer, so that
+    fewer are in it: as many as `lookahead_slots` says, or as 1 GiB holds.
+    """
+    each = _slot_bytes(sizes, settings)
+    if not each:
+        return 0
+    if settings.decode_budget is not None:
+        return sizes.max_requests
+    slots = settings.lookahead_slots or max(_LOOKAHEAD_BYTES // each, 1)
+    return min(slots, sizes.max_requests)
+
+
+def _slot_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Bytes of one request's last queries."""
+    row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
+    return ring_window(settings) * row
 
 
 def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:

@@ -6,13 +6,12 @@ A request has one holding, and up to three schedules one after the other: of its
 tokens computed, and how?
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
+from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import largest_budgets
+from vllm_kvcompress.settings.method_of import method_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,6 +162,7 @@ class LookAhead:
         last: tokens of its longest answer and its prompt.
         prefilled: tokens when its prefill ends, those of an answer that was preempted included.
         standing: blocks that its prefill takes at most.
+        cached: tokens that its prefill found in the prefix cache: of these nobody has the queries.
     """
 
     settings: CompressionConfig
@@ -172,6 +172,7 @@ class LookAhead:
     last: int
     prefilled: int
     standing: int
+    cached: int = 0
 
     @property
     def due(self) -> int:
@@ -181,6 +182,22 @@ class LookAhead:
     def answered(self, tokens: int) -> int:
         """Tokens of the answer that are computed once `tokens` of the request are."""
         return tokens - self.prompt
+
+    @property
+    def longest_hit(self) -> int:
+        """Tokens that may come from the prefix cache. It bounds only what was preempted."""
+        return self.due - self.settings.resolved_window
+
+    def begins(self, tokens: int) -> bool:
+        """Whether a chunk that ends with `tokens` computed leaves queries that may judge."""
+        return tokens > self.prefilled - self.settings.resolved_window
+
+    def window(self, tokens: int) -> int:
+        """Queries that judge once `tokens` are computed: the last w, or all where there are fewer.
+
+        When it is due, there are w.
+        """
+        return min(self.settings.resolved_window, tokens - self.cached)
 
     def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
@@ -192,12 +209,19 @@ class LookAhead:
         return self.kept(holding, tokens)
 
     def kept(self, holding: Holding, tokens: int) -> PagePlan | None:
-        """What is kept if it is packed once `tokens` are computed; None if that is everything."""
+        """What is kept if it is packed once `tokens` are computed, at any time after the prefill.
+
+        None if that is everything, or if the method cannot judge by so few queries (`window`).
+        """
+        window = self.window(tokens)
+        if window < least_window(method_of(self.settings).reads):
+            return None
         layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)
         own = self.settings.prompt(layers, self.prompt)
         prompt = replace(
             own,
             tokens=tokens,
+            window=window,
             budget=own.budget + answered,
             total=None if own.total is None else own.total + layers * answered,
         )
@@ -355,32 +379,3 @@ def pieces_of(
         settings=settings, num_layers=num_layers, block_size=block_size, tokens=tokens
     )
     return None if pieces.first_end == tokens else pieces
-
-
-def standing_blocks(
-    settings: CompressionConfig, num_layers: int, block_size: int, longest: int
-) -> int:
-    """Blocks that one request takes at most while its prompt of up to `longest` is computed.
-
-    This holds at the budgets that the operator gave. A request that names a larger one may be
-    refused.
-    """
-    whole = -(-longest // block_size)
-    if settings.max_whole is None:
-        return whole
-    most = -(-min(settings.max_whole, longest) // block_size)
-    for variant in _granted(settings):
-        pieces = pieces_of(variant, num_layers, block_size, longest)
-        most = max(most, whole if pieces is None else pieces.most_blocks)
-    return min(most, whole)
-
-
-def _granted(settings: CompressionConfig) -> Iterator[CompressionConfig]:
-    """Every method that a request may come by, at each budget that nobody has to name."""
-    for variant in settings.variants:
-        for budget in largest_budgets(settings, variant.compress).granted:
-            try:
-                yield variant.variant(budget=budget)
-            except ConfigError:
-                # such a request is refused: the budget does not hold the method's window
-                continue

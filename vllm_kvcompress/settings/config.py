@@ -183,7 +183,8 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
         refuse_nonsense(parts, allocator, scorer, self.build_selector())
         reads = allocator.reads | scorer.reads
         least = least_window(reads)
-        self.refuse_lookahead_nonsense(self.compress, reads, least)
+        bounded = self.decode_budget is not None
+        self.refuse_lookahead_nonsense(self.compress, reads, least, bounded=bounded)
         refuse_window(parts.scorer, reads, window)
         self.refuse_decode_nonsense(self.resolved_decode_window, least)
         self.refuse_piece_nonsense(window, self.min_prompt)

@@ -19,23 +19,34 @@ class LookaheadSettings(BaseModel):
     lookahead: int | None = Field(default=None, ge=0, le=MAX_LOOKAHEAD)
     """Tokens of the answer that a prompt stays whole for, and that judge it then. 0 packs it at the
     end of its prefill; None takes the preset's."""
+    lookahead_slots: int | None = Field(default=None, ge=1, strict=True)
+    """Requests that look ahead at once, whose last queries are kept; None takes as many as run, and
+    no more than 1 GiB of queries (`planning.memory`)."""
 
     @field_validator("lookahead", mode="before")
     @classmethod
     def _tokens_of_an_answer(cls, value: Any) -> Any:
         return whole_tokens(value)
 
-    def refuse_lookahead_nonsense(self, compress: str, reads: Reads, least: int) -> None:
+    def refuse_lookahead_nonsense(
+        self, compress: str, reads: Reads, least: int, *, bounded: bool
+    ) -> None:
         """Check the look-ahead against the method.
 
         Args:
             compress: the method's name.
             reads: what it reads of a prompt.
             least: smallest observation window that it can judge by.
+            bounded: answers have a budget.
 
         Raises:
             ConfigError: with what must hold, what was given, and what to do.
         """
+        if bounded and self.lookahead_slots is not None:
+            raise ConfigError(
+                f"lookahead_slots={self.lookahead_slots} cannot be set with --kv-decode-budget, for"
+                " which the last queries of every request are kept; remove lookahead_slots"
+            )
         if not self.lookahead:
             return
         if not judges_by_window(reads):

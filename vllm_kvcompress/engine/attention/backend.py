@@ -17,6 +17,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
 from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
+from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
 from vllm_kvcompress.planning.model_traits import Traits, unsupported
@@ -53,6 +54,10 @@ def keeps_queries(batch_metadata: Any) -> bool:
     return known or bool(getattr(batch_metadata, "kvcompress_ring", False))
 
 
+def _lay_out(ring: QueryRing, common: CommonAttentionMetadata) -> None:
+    ring.lay_out(common.query_start_loc, common.num_actual_tokens, common.max_query_len)
+
+
 class CompressedBuilder:
     """Mixin before a metadata builder, which hands the batch to the compressor."""
 
@@ -77,20 +82,20 @@ class CompressedBuilder:
     def _layers(
         pool: PagePool, common: CommonAttentionMetadata, slots: list[int], rows: int
     ) -> LayerTables:
-        """Find what each layer reads in this step, and where the queries of growing answers go."""
+        """Find what each layer reads in this step, and where the queries of its requests go."""
         found = pool.tables(slots, common.block_table_tensor, common.seq_lens, rows)
         if pool.ring is not None:
-            pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
+            _lay_out(pool.ring, common)
         return found
 
     @staticmethod
     def _follow(
         pool: PagePool, common: CommonAttentionMetadata, slots: list[int], batch_metadata: Any
     ) -> None:
-        """Find where the queries of growing answers go, if all layers read vLLM's own blocks."""
+        """Find where the queries of its requests go, if all layers read vLLM's own blocks."""
         pool.follow(slots, common.seq_lens, len(slots))
         if pool.ring is not None:
-            pool.ring.lay_out(common.query_start_loc, common.num_actual_tokens)
+            _lay_out(pool.ring, common)
             batch_metadata.kvcompress_ring = True
 
 

@@ -168,7 +168,9 @@ class PromptCompressor:
         step.laid_out, plan = True, step.plan
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         packed = [todo.request_id for todo in plan.pack if todo.prefill and not todo.whole]
-        for request_id in (*plan.grow, *packed):
+        for request_id in (*plan.grow, *plan.keep):
+            self.pool.keep_queries(request_id)
+        for request_id in packed:
             self.pool.admit(request_id)
         for request_id, settings in plan.observe:
             if method_of(settings).reads & _ATTENTION:
@@ -178,15 +180,15 @@ class PromptCompressor:
                     step.remembered.append((span.blocks, span.prefill))
         for todo in plan.pack:
             row = row_of[todo.request_id]
-            if todo.judged_by_answer:
-                step.jobs.append(self._judged_by_answer(todo, row, block_table))
+            if todo.judged_by_ring:
+                step.jobs.append(self._judged_by_ring(todo, row, block_table))
                 continue
             span = self._span(step, todo.request_id, todo.settings, row, query_start)
             span.blocks = self._blocks(block_table, row, todo.tokens)
             step.jobs.append(self._job(step, todo, span))
         step.additions = [(todo, row_of[todo.request_id]) for todo in plan.add]
 
-    def _judged_by_answer(self, todo: Pack, row: int, block_table: torch.Tensor) -> Job:
+    def _judged_by_ring(self, todo: Pack, row: int, block_table: torch.Tensor) -> Job:
         """What packs an answer, or a prompt after its look-ahead."""
         method = method_of(todo.settings)
         if not todo.prefill:
@@ -265,7 +267,7 @@ class PromptCompressor:
         step = self._step
         if step is None or step.plan is None or step.laid_out:
             return False
-        return bool(step.plan.observe) or any(not todo.judged_by_answer for todo in step.plan.pack)
+        return bool(step.plan.observe) or any(not todo.judged_by_ring for todo in step.plan.pack)
 
     @property
     def needs_tables(self) -> bool:
@@ -369,6 +371,8 @@ class PromptCompressor:
             prefill.held = todo.plan.most_pages * todo.plan.block_size, todo.tokens
             return
         self._prefills.pop(todo.request_id, None)
+        if todo.answered is not None and todo.settings.decode_budget is None:
+            self.pool.drop_queries(todo.request_id)
         self.compressed += 1
         assert job.stopwatch is not None, todo
         self.reports.add(todo, pages, job.stopwatch)

@@ -36,7 +36,7 @@ class Job:
         blocks: of a prompt, ``[n]`` int64 vLLM block ids of its tokens; those that were packed are
             no longer its own.
         queries: of a prompt, per layer that is shown its observation window, the last
-            ``[w, Hq, D]`` queries. The ring has those of an answer, also where they judge a prompt.
+            ``[w, Hq, D]`` queries. The ring has those of others, and of prompts that looked ahead.
         sums: of a prompt of which nothing was dropped, per layer that is shown them, column sums
             ``[Hq, S]`` float32. The pool has those of the others.
         stopwatch: runs while it is packed; None where nobody asks how long that takes.
@@ -136,7 +136,7 @@ class Packer:
         return kept
 
     def _together(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        """Whole prompts one by one, then requests that share a method, an end and a tail."""
+        """Whole prompts one by one, then requests that share a method, queries and a tail."""
         yield from ([job] for job in jobs if job.todo.whole)
         others = [job for job in jobs if not job.todo.whole]
         ordered = sorted(others, key=lambda job: (_alike(job), job.todo.plan.tokens))
@@ -217,8 +217,8 @@ class Packer:
         """Score every row, as many at once as fit into memory."""
         method, layers, observed = jobs[0].method, self.num_layers, dict[int, Observed]()
         window = jobs[0].todo.plan.window
-        judged = jobs[0].todo.judged_by_answer
-        from_ring = self._queries_of_answers(jobs, window) if judged else None
+        judged = jobs[0].todo.judged_by_ring
+        from_ring = self._queries_in_ring(jobs, window) if judged else None
         count = self.at_once(held.most)
         for scored in (True, False):
             rows = [r for r in range(len(held.pages)) if method.scores_layer(r % layers) is scored]
@@ -240,7 +240,7 @@ class Packer:
                 observed |= zip(some, found, strict=True)
         return [observed[row] for row in range(len(held.pages))]
 
-    def _queries_of_answers(self, jobs: Sequence[Job], window: int) -> torch.Tensor | None:
+    def _queries_in_ring(self, jobs: Sequence[Job], window: int) -> torch.Tensor | None:
         """The last ``[N, w, Hq, D]`` queries of every row; None where the method reads none."""
         if Reads.WINDOW not in jobs[0].method.reads:
             return None
@@ -311,10 +311,10 @@ class Packer:
         )
 
 
-def _alike(job: Job) -> tuple[str, bool, bool, int]:
-    """What requests have in common that are packed together: method, window, queries and tail."""
-    todo = job.todo
-    return str(todo.settings), todo.prefill, todo.judged_by_answer, todo.plan.tail
+def _alike(job: Job) -> tuple[str, bool, bool, int, int]:
+    """What requests have in common that are packed together: method, queries, window and tail."""
+    todo, plan = job.todo, job.todo.plan
+    return str(todo.settings), todo.prefill, todo.judged_by_ring, plan.window, plan.tail
 
 
 def _rows_of(held: Held, rows: Sequence[int]) -> Held:

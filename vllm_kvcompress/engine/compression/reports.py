@@ -107,8 +107,8 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
     return Packed(
         request_id=pending.todo.request_id,
         method=pending.todo.settings.compress,
-        tokens=pending.todo.tokens - pending.todo.answered,
-        answered=pending.todo.answered,
+        tokens=pending.todo.prompt_tokens,
+        answered=pending.todo.answered or 0,
         layers=layers,
         layer_tokens=tuple(int(count) * plan.block_size + plan.tail for count in pages),
         seconds=pending.stopwatch.seconds,

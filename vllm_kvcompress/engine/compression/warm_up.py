@@ -1,5 +1,7 @@
 """What is compiled before the first request: every kernel that a method's packing launches."""
 
+from dataclasses import replace
+
 import torch
 
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
@@ -7,6 +9,7 @@ from vllm_kvcompress.engine.compression.packer import Job, Packer
 from vllm_kvcompress.engine.messages.step import Addition, Pack
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.rows import LATEST
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of
@@ -59,6 +62,11 @@ class WarmUp:
             plan = page_plan(settings.prompt(self._packer.num_layers, tokens), block)
             if plan is not None:
                 self._prompt(plan, shortest=tokens == lengths[0])
+        if plan is not None and settings.resolved_lookahead:
+            # one that is packed early may have fewer queries; kernels are made for powers of two
+            for power in range(settings.resolved_window.bit_length()):
+                if least_window(self._method.reads) <= 2**power < settings.resolved_window:
+                    self._prompt(replace(plan, window=2**power), shortest=False)
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages
@@ -104,7 +112,7 @@ class WarmUp:
             pages=pages,
             total=pages * size,
         )
-        self._pool.admit("")
+        self._pool.keep_queries("")
         # The layers of an answer divide once; those of a prompt divide anew at every boundary.
         for destination in ((0,) * plan.blocks, None)[: 1 if prefill else 2]:
             todo = Pack(

@@ -90,7 +90,7 @@ def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) 
         `KeptMap`.
     """
     layers, heads, _ = kept.shape
-    prompt = todo.tokens - todo.answered
+    prompt = todo.prompt_tokens
     buckets = min(buckets, prompt)
     stays = torch.zeros(layers, heads, todo.tokens + 1, dtype=torch.bool)
     # The modulus sends -1 to the column behind the prompt.

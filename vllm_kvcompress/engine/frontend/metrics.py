@@ -100,6 +100,11 @@ COUNTERS: Mapping[str, Counted] = {
         "Times that a prompt was packed piece by piece, its end included.",
         lambda counts: counts["pieces"],
     ),
+    "slotless_lookaheads": Counted(
+        "",
+        "Prompts packed at the end of their prefill, since no slot was free for a look-ahead.",
+        lambda counts: counts["slotless"],
+    ),
     "layer_tokens": Counted("layer", "Tokens that compressed prompts keep, by layer.", _by_layer),
 }
 _refusals: Counter | None = None

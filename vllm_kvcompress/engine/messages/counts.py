@@ -42,6 +42,8 @@ class Counts(TypedDict):
     """Blocks that went back to the pool by that."""
     pieces: int
     """Times that a prompt was packed piecewise, its end included."""
+    slotless: int
+    """Prompts that found no slot for a look-ahead."""
 
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:

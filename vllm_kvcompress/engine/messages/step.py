@@ -25,8 +25,9 @@ class Pack:
         destination: vLLM block ids that receive the kept tokens; None where layers keep the pages
             that they have.
         prefill: it is a prompt, and not an answer that is packed again.
-        answered: of a prompt, tokens of its answer that were computed by then, and choose: 0 where
-            the last queries of its prefill do.
+        answered: of a prompt that looked ahead, tokens of its answer that were computed by then;
+            perhaps 0. The latest queries choose, which the ring has: the answer's, and before them
+            the prompt's. None where it is packed in its prefill, by what its chunks left.
         whole: nothing of it was dropped yet, so that a token's slot is its position.
         ends: this is the prompt's end.
         in_place: some of the pages that are written may be read, so that all are staged.
@@ -38,15 +39,20 @@ class Pack:
     tokens: int
     destination: tuple[int, ...] | None
     prefill: bool = True
-    answered: int = 0
+    answered: int | None = None
     whole: bool = True
     ends: bool = True
     in_place: bool = False
 
     @property
-    def judged_by_answer(self) -> bool:
-        """Whether the queries that choose are those of decode steps, which the ring has."""
-        return not self.prefill or self.answered > 0
+    def judged_by_ring(self) -> bool:
+        """Whether the ring has the queries that choose, and not what its chunks left."""
+        return not self.prefill or self.answered is not None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens without those that were answered."""
+        return self.tokens - (self.answered or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +80,10 @@ class StepPlan:
         number: of this plan, counted by its scheduler; a worker acknowledges it by that.
         observe: requests that run a chunk of their prefill and are not packed after this step, with
             their settings: what its end needs must be kept, or what their answer will.
-        grow: requests whose answer will judge what they hold: from this step on their queries must
-            be kept.
+        grow: requests whose prefill ends in this step, and whose answer will judge what they hold:
+            from now on their queries must be kept.
+        keep: requests that will look ahead, whose prefill goes on but has come to its last queries:
+            likewise.
         add: requests whose latest attention is added up after this step, before any is packed.
         pack: requests that are packed after this step.
     """
@@ -83,6 +91,7 @@ class StepPlan:
     number: int
     observe: tuple[tuple[str, CompressionConfig], ...] = ()
     grow: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
     add: tuple[Addition, ...] = ()
     pack: tuple[Pack, ...] = ()
 
@@ -92,7 +101,7 @@ class StepPlan:
         observed = [request_id for request_id, _ in self.observe]
         packed = [todo.request_id for todo in self.pack]
         added = [todo.request_id for todo in self.add]
-        return tuple(dict.fromkeys((*observed, *packed, *added, *self.grow)))
+        return tuple(dict.fromkeys((*observed, *packed, *added, *self.grow, *self.keep)))
 
     @property
     def ended(self) -> tuple[Pack, ...]:

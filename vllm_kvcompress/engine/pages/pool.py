@@ -121,7 +121,7 @@ class PagePool:
         # What `_row_slots` holds.
         self._uploaded: list[int] = []
         self._views: dict[int, LayerTables] = {}
-        # Told of each step's rows: where the queries of growing answers go.
+        # Told of each step's rows: where the queries of requests go.
         self.ring: QueryRing | None = None
         # What methods that add up attention, and that merge, remember of growing answers.
         self.sums: AttentionSums | None = None
@@ -182,6 +182,17 @@ class PagePool:
         self._num_packed[slot] = 0
         if self.thresholds is not None:
             self.thresholds.reset(slot)
+
+    def keep_queries(self, request_id: str) -> None:
+        """From now on the request has a slot, and its last queries are kept if any are."""
+        self.admit(request_id)
+        if self.ring is not None:
+            self.ring.admit(self._slots[request_id])
+
+    def drop_queries(self, request_id: str) -> None:
+        """Its last queries are no longer needed."""
+        if self.ring is not None:
+            self.ring.release(self._slots[request_id])
 
     def held(self, rows: Sequence[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What some rows of this step's batch hold, as `tables` found it.
@@ -244,6 +255,8 @@ class PagePool:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._reading.discard(slot)
+            if self.ring is not None:
+                self.ring.release(slot)
             self._free.append(slot)
 
     def none_packed(self, slots: Sequence[int]) -> bool:

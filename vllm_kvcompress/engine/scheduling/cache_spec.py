@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.obstacles import why_not_in_blocks
-from vllm_kvcompress.planning.schedules import standing_blocks
+from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -32,10 +32,12 @@ class CompressedSpec(FullAttentionSpec):
     Args:
         num_compressed_layers: layers that share the page pool, L.
         settings: the engine's compression settings.
+        ring_slots: requests whose last queries the workers keep at once.
     """
 
     num_compressed_layers: int
     settings: CompressionConfig
+    ring_slots: int
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """What one request takes of this layer at most: vLLM asks whether that fits the pool."""
@@ -57,7 +59,7 @@ class CompressedSpec(FullAttentionSpec):
             raise AssertionError("layers that are compressed are a group of their own")
         plain = FullAttentionSpec.merge([_plain(spec) for spec in specs])
         first = specs[0]
-        return _compressed(plain, first.num_compressed_layers, first.settings)
+        return _compressed(plain, first.num_compressed_layers, first.settings, first.ring_slots)
 
 
 def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
@@ -65,18 +67,23 @@ def _plain(spec: FullAttentionSpec) -> FullAttentionSpec:
 
 
 def _compressed(
-    spec: FullAttentionSpec, num_layers: int, settings: CompressionConfig
+    spec: FullAttentionSpec, num_layers: int, settings: CompressionConfig, ring_slots: int
 ) -> CompressedSpec:
     own = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
-    return CompressedSpec(**own, num_compressed_layers=num_layers, settings=settings)
+    return CompressedSpec(
+        **own, num_compressed_layers=num_layers, settings=settings, ring_slots=ring_slots
+    )
 
 
 def compressed_specs(
-    specs: Mapping[str, KVCacheSpec], settings: CompressionConfig
+    specs: Mapping[str, KVCacheSpec], settings: CompressionConfig, ring_slots: int = 0
 ) -> dict[str, KVCacheSpec]:
     """Replace the spec of every layer with full attention by a `CompressedSpec`.
 
     Those with a sliding window stay as they are.
+
+    Args:
+        ring_slots: requests whose last queries the workers keep at once.
 
     Raises:
         ConfigError: the model has a layer that is neither, no full one, or layers differ in
@@ -123,7 +130,7 @@ def compressed_specs(
             )
     if (reason := why_not_in_blocks(settings, first.block_size)) is not None:
         raise ConfigError(reason)
-    ours = {name: _compressed(spec, len(full), settings) for name, spec in full.items()}
+    ours = {name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()}
     return {name: ours.get(name, spec) for name, spec in specs.items()}
 
 

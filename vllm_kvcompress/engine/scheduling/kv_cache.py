@@ -33,6 +33,7 @@ class _Spec(Protocol):
 
     num_compressed_layers: int
     settings: CompressionConfig
+    ring_slots: int
 
 
 class DestinationBlocks(NamedTuple):
@@ -63,6 +64,7 @@ class CompressedManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self._requests: Mapping[str, Request] | None = None
         self._num_layers = kv_cache_spec.num_compressed_layers
+        self._ring_slots = kv_cache_spec.ring_slots
         self._windows: Windows | None = None
         self.replace_settings(kv_cache_spec.settings)
         self.tally = Tally()
@@ -70,10 +72,12 @@ class CompressedManager(FullAttentionManager):
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a packed request may enter the prefix cache.
         self._cacheable: dict[str, int] = {}
-        # Of this step: prefills that are watched, requests whose answers are bounded from it on,
-        # those whose latest attention is added up after it, and those that are packed.
+        # Of this step: prefills that are watched, requests whose answers judge from it on, those
+        # that come to their prefill's last queries, those whose latest attention is added up after
+        # it, and those that are packed.
         self._observe: dict[str, CompressionConfig] = {}
         self._grow: list[str] = []
+        self._keep: list[str] = []
         self._add: dict[str, Addition] = {}
         self._pending: dict[str, _Pending] = {}
         self._plan_numbers = itertools.count(1)
@@ -85,6 +89,7 @@ class CompressedManager(FullAttentionManager):
             *(settings, self._num_layers, self.block_size, self.block_pool),
             windows=self._windows,
             requests=self._requests,
+            ring_slots=self._ring_slots,
         )
 
     def connect(self, requests: Mapping[str, Request], windows: Windows | None) -> None:
@@ -166,7 +171,10 @@ class CompressedManager(FullAttentionManager):
         if self.planner.has_prefilled(request_id):
             self._plan_answer(request_id, num_tokens)
             return
-        if reason := self.planner.admit(request_id):
+        cached = self.num_cached_block.get(request_id, 0) * self.block_size
+        reason, slotless = self.planner.admit(request_id, cached)
+        self.tally.slotless += slotless
+        if reason:
             self.tally.skipped[reason] += 1
         request = self.planner.request(request_id)
         tokens = min(num_tokens, int(request.num_tokens))
@@ -176,6 +184,8 @@ class CompressedManager(FullAttentionManager):
             self.planner.end_prefill(request, schedule, plan)
             if schedule.answer is not None or schedule.lookahead is not None:
                 self._grow.append(request_id)
+        elif schedule.lookahead is not None and schedule.lookahead.begins(tokens):
+            self._keep.append(request_id)
         self._observe.pop(request_id, None)
         if plan is not None and schedule.prefill is not None:
             settings = schedule.prefill.settings
@@ -230,7 +240,7 @@ class CompressedManager(FullAttentionManager):
         *,
         prefill: bool,
         ends: bool,
-        answered: int = 0,
+        answered: int | None = None,
     ) -> bool:
         """Take the destination blocks that packing needs; returns whether the pool has them.
 
@@ -244,7 +254,7 @@ class CompressedManager(FullAttentionManager):
         mine: list[tuple[int, KVCacheBlock]] = []
         if missing and (not prefill or free < missing):
             mine = self._unshared(request_id, holding.first_block, last, missing)
-        if (answered or not prefill) and missing - len(mine) > free:
+        if (answered is not None or not prefill) and missing - len(mine) > free:
             return False
         self._cacheable.setdefault(request_id, last * self.block_size)
         own = self._claim(request_id, mine)
@@ -297,16 +307,17 @@ class CompressedManager(FullAttentionManager):
         later step, after this step has read it. So does the order of outputs, if the workers
         lose the plan: the scheduler hears of it before any later step's tokens.
         """
-        if not any((self._observe, self._grow, self._add, self._pending)):
+        if not any((self._observe, self._grow, self._keep, self._add, self._pending)):
             return None
         plan = StepPlan(
             number=next(self._plan_numbers),
             observe=tuple(self._observe.items()),
             grow=tuple(self._grow),
+            keep=tuple(self._keep),
             add=tuple(self._add.values()),
             pack=tuple(map(self._hand_over, self._pending.values())),
         )
-        for done in (self._observe, self._grow, self._add, self._pending):
+        for done in (self._observe, self._grow, self._keep, self._add, self._pending):
             done.clear()
         return plan
 
@@ -328,6 +339,8 @@ class CompressedManager(FullAttentionManager):
         self.block_pool.free_blocks(freed)
         returned = self.block_pool.get_num_free_blocks() - before
         self.tally.pack(pack, returned, first=first, own=bool(own))
+        if pack.answered is not None:
+            self.planner.looked_ahead(request_id)
         return pack
 
     # -- the prefix cache ---------------------------------------------------------------------
@@ -350,7 +363,8 @@ class CompressedManager(FullAttentionManager):
         self._observe.pop(request_id, None)
         self._add.pop(request_id, None)
         self._pending.pop(request_id, None)
-        if request_id in self._grow:
-            self._grow.remove(request_id)
+        for named in (self._grow, self._keep):
+            if request_id in named:
+                named.remove(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks + self._packed.pop(request_id, [])

@@ -40,6 +40,7 @@ class Planner:
         pool: vLLM's blocks, for admissions that ask how many are in use.
         windows: what layers with a sliding window take of a request; None where there are none.
         requests: the scheduler's; None where no scheduler of ours is there.
+        ring_slots: requests whose last queries the workers keep at once.
     """
 
     def __init__(
@@ -50,13 +51,18 @@ class Planner:
         pool: BlockPool,
         windows: Windows | None = None,
         requests: Mapping[str, Request] | None = None,
+        ring_slots: int = 0,
     ) -> None:
         self.admissions = Admissions(settings, num_layers, block_size, pool, windows)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests = requests
-        # Of requests whose prefill ended, and of those whose prompt never stands whole.
+        # Of requests whose prefill ended, and of those whose prompt never stands whole or may look
+        # ahead: what was decided when they were admitted.
         self.schedules: dict[str, RequestSchedule] = {}
+        # Requests that look ahead, each with one of the workers' slots for its queries.
+        self._looking: set[str] = set()
+        self._ring_slots = ring_slots
 
     def request(self, request_id: str) -> Request:
         """Raises SeamError where no scheduler of ours is there."""
@@ -67,20 +73,38 @@ class Planner:
             )
         return self._requests[request_id]
 
-    def admit(self, request_id: str) -> str:
+    def admit(self, request_id: str, cached: int) -> tuple[str, bool]:
         """From the request's first block on, what was decided about it stays (`Admissions`).
 
         An answer that nothing bounds ends where the pool does.
+
+        Args:
+            cached: tokens that it found in the prefix cache, where this is its first chunk.
+
+        Returns:
+            Why its prompt is left whole, where that is decided now; and whether it would have
+            looked ahead if a slot had been free.
         """
         request = self.request(request_id)
         final = self.admissions.of(request).final
         reason = self.admissions.admit(request)
-        schedule = self.schedule_of(request)
-        if isinstance(schedule.prefill, EveryPiece):
-            self.schedules[request_id] = schedule
         if not final and self._settings.max_whole is not None:
             self._end_with_the_pool(request)
-        return reason
+        if request_id in self.schedules:
+            return reason, False
+        schedule, slotless = self.schedule_of(request), False
+        if schedule.lookahead is not None:
+            schedule.lookahead = replace(schedule.lookahead, cached=cached)
+            self._looking.add(request_id)
+        elif schedule.prefill is not None:
+            slotless = self._lookahead(request, schedule.prefill) is not None
+        if slotless or schedule.lookahead is not None or isinstance(schedule.prefill, EveryPiece):
+            self.schedules[request_id] = schedule
+        return reason, slotless
+
+    def looked_ahead(self, request_id: str) -> None:
+        """Its prompt was packed: the slot of its queries is free from the next step on."""
+        self._looking.discard(request_id)
 
     def schedule_of(self, request: Request) -> RequestSchedule:
         """What a request holds and when it is packed, or would be if it were admitted now.
@@ -95,7 +119,8 @@ class Planner:
             return known
         holding = Holding(num_layers=self._num_layers, block_size=self._block_size)
         prefill = self._prefill(request)
-        lookahead = None if prefill is None else self._lookahead(request, prefill)
+        free = len(self._looking) < self._ring_slots
+        lookahead = self._lookahead(request, prefill) if prefill is not None and free else None
         if lookahead is not None:
             piecewise = prefill if isinstance(prefill, EveryPiece) else None
             prefill = None if piecewise is None else replace(piecewise, packs_end=False)
@@ -105,8 +130,11 @@ class Planner:
         """What packs a prompt instead when its answer has judged it; None where nothing does.
 
         After a preemption enough of the answer may be there: then the prompt and that are packed at
-        the end of their prefill. So is a prompt that the pool has no room to hold for so long.
+        the end of their prefill. So is a prompt that the pool has no room to hold for so long, and
+        one that finds no slot for its queries.
         """
+        if not prefill.settings.resolved_lookahead:
+            return None
         lookahead = LookAhead(
             settings=prefill.settings,
             num_layers=self._num_layers,
@@ -209,6 +237,7 @@ class Planner:
     def forget(self, request_id: str) -> None:
         """The request ended or was preempted; unknown ones may be named."""
         self.schedules.pop(request_id, None)
+        self._looking.discard(request_id)
 
     # -- how much room requests take, and what they share -------------------------------------
 
@@ -256,7 +285,8 @@ class Planner:
         """
         schedule = self.schedule_of(request)
         if schedule.lookahead is not None and schedule.prefill is None:
-            return max_length  # no query of the prompt judges it
+            # no query of the prompt needs to judge it
+            return min(schedule.lookahead.longest_hit, max_length)
         if isinstance(pieces := schedule.prefill, EveryPiece):
             reads = method_of(pieces.settings).reads
             if Reads.COLUMN_SUMS in reads:

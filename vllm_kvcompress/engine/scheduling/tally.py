@@ -26,6 +26,7 @@ class Tally:
         repacked: times that an answer was packed again.
         answer_blocks: blocks that went back to the pool by that.
         pieces: times that a prompt was packed piecewise, its end included.
+        slotless: prompts that found no slot for a look-ahead.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
@@ -37,6 +38,7 @@ class Tally:
     repacked: int = 0
     answer_blocks: int = 0
     pieces: int = 0
+    slotless: int = 0
 
     def pack(self, pack: Pack, returned: int, *, first: bool, own: bool) -> None:
         """Add a request that the workers are to pack.
@@ -63,7 +65,8 @@ class Tally:
 
     def take(self) -> Counts | None:
         """Everything since the last call as plain values; None when nothing happened."""
-        if not (self.planned or self.skipped or self.packed or self.repacked or self.pieces):
+        counted = (self.planned, self.skipped, self.packed, self.repacked, self.pieces)
+        if not (any(counted) or self.slotless):
             return None
         layers = Counter[str]()
         for done in self.packed:
@@ -83,10 +86,11 @@ class Tally:
             "repacked": self.repacked,
             "answer_blocks": self.answer_blocks,
             "pieces": self.pieces,
+            "slotless": self.slotless,
         }
         self.planned.clear()
         self.skipped.clear()
         self.packed.clear()
         self.freed_blocks = self.packed_blocks = self.in_place = 0
-        self.repacked = self.answer_blocks = self.pieces = 0
+        self.repacked = self.answer_blocks = self.pieces = self.slotless = 0
         return taken

@@ -29,14 +29,14 @@ class UsageNotes:
         """The prompts that this step compresses."""
         for todo in step.ended if step is not None else ():
             plan = todo.plan
-            kept = plan.pages * plan.block_size / plan.num_layers + plan.tail - todo.answered
+            kept = plan.pages * plan.block_size / plan.num_layers + plan.tail - (todo.answered or 0)
             self._news[todo.request_id] = {
                 "method": todo.settings.compress,
                 "budget": todo.settings.budget,
-                "prompt_tokens": todo.tokens - todo.answered,
+                "prompt_tokens": todo.prompt_tokens,
                 "kept_tokens": kept,
             }
-            if todo.answered:
+            if todo.answered is not None:
                 self._news[todo.request_id]["lookahead"] = todo.answered
 
     def report(self, packed: Iterable[Packed]) -> None:

@@ -37,7 +37,7 @@ from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compres
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
-from vllm_kvcompress.planning.memory import ring_bytes
+from vllm_kvcompress.planning.memory import ring_bytes, ring_slots
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import keeps_sums, merges, ring_window
 
@@ -65,7 +65,8 @@ class CompressingWorker:
         refuse_other_backends(self.vllm_config, self.backends)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return compressed_specs(super().get_kv_cache_spec(), self.settings)  # type: ignore[misc]
+        slots = ring_slots(sizes_of(self.vllm_config), self.settings)
+        return compressed_specs(super().get_kv_cache_spec(), self.settings, slots)  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
@@ -297,18 +298,20 @@ def sinks_of(layers: Sequence[Attention], device: torch.device) -> torch.Tensor 
 def query_ring(
     config: VllmConfig, settings: CompressionConfig, pool: PagePool, *, heads: int, dim: int
 ) -> QueryRing | None:
-    """Room for the last queries of every request, where answers are bounded and one is read."""
-    window = ring_window(settings)
+    """Room for the last queries of requests, where what they hold is judged by them."""
+    window, sizes = ring_window(settings), sizes_of(config)
     if not window:
         return None
+    slots = ring_slots(sizes, settings)
     logger.info(
-        "the last %d queries of every request take %.2f GiB beside the cache",
-        window,
-        ring_bytes(sizes_of(config), settings) / 2**30,
+        "the last %d queries of %d of %d requests take %.2f GiB beside the cache%s",
+        *(window, slots, sizes.max_requests, ring_bytes(sizes, settings) / 2**30),
+        "" if slots == sizes.max_requests else "; others are packed at the end of their prefill",
     )
     return QueryRing(
         layers=len(pool.layer_offset),
-        slots=config.scheduler_config.max_num_seqs + 1,
+        slots=slots + 1,
+        requests=sizes.max_requests + 1,
         window=window,
         heads=heads,
         dim=dim,
