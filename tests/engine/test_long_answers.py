@@ -76,11 +76,11 @@ def watch_peaks(llm):
     manager, peaks = llm.manager, {}
     take = manager.take_step
 
-    def taking():
+    def taking(*following):
         for request in llm.running():
             held = manager.num_blocks_held(request.request_id)
             peaks[request.request_id] = max(peaks.get(request.request_id, 0), held)
-        return take()
+        return take(*following)
 
     manager.take_step = taking
     return peaks

@@ -211,6 +211,18 @@ def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], se
     return done, aborted
 
 
+def watch_early(llm: Engine) -> dict[str, list[int]]:
+    """From now on: per request how many tokens it had when its look-ahead was cut short."""
+    seen: dict[str, list[int]] = {}
+
+    def packed(todo: Any, kept: Any, counts: Any) -> None:
+        if todo.cut:
+            seen.setdefault(todo.request_id.split("-")[0], []).append(todo.answered + 1)
+
+    llm.compressor.packer.observers.append(packed)
+    return seen
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # of V1's drafter, by its compiler
@@ -243,6 +255,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         free = llm.free_blocks
         resumed = llm.watch_preemptions()
         ids = llm.watch_packing(lambda finished: finished.todo.request_id.split("-")[0])
+        early = watch_early(llm)
         done, aborted = send(llm, todo)
         packed = set(ids)
         assert llm.free_blocks == free
@@ -270,7 +283,8 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     assert aborted
     assert expected <= done.keys()
     meant = {str(i) for i, request in enumerate(todo) if is_compressed(request, config)}
-    assert meant - aborted <= packed <= meant
+    assert meant - aborted <= packed <= meant | early.keys()
+    assert bool(early) is load.ahead
     assert len(packed) > load.count // 10
     assert (again > load.count) is load.bounded
     assert (pieces > load.count // 2) is load.bounded
@@ -295,7 +309,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         }
         whole = {"min_prompt": config.max_whole or 10**6}
         left_whole = CompressionConfig.parse({**config.to_additional_config(), **whole})
-        single = (cuts.keys() & packing) | {i for i in asked if int(i) % 10 == 0}
+        single = (cuts.keys() & packing) | {i for i in asked if int(i) % 10 == 0} | early.keys()
         for request_id in sorted(single & asked.keys(), key=int):
             request, at = asked[request_id], cuts.get(request_id, [])
             at = at if request_id in packing else []
@@ -304,8 +318,10 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
             if load.ahead:
                 # Before it is packed a preemption changes nothing. Behind it no fresh request is
                 # judged as the rest is: by queries of its own answer, of a prompt with its answer.
+                # Nor is one that was judged early, since the pool was short.
                 own = settings_for(config, request.asks)
                 at = [cut for cut in at if own is None or cut > own.resolved_lookahead]
+                at += early.get(request_id, [])
                 answer, at = answer[: min(at, default=len(answer))], []
             llm.alone(request.prompt, len(answer), answer, at, extra_args=asks[request_id])
         llm.manager.replace_settings(config)

@@ -95,5 +95,7 @@ def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():
     for answered in range(41):
         plan = ahead.kept(Holding(num_layers=4, block_size=16), 417 + answered)
         assert (plan and plan.window) == (min(answered + 1, 32) if answered else None)
-    # at most so much may be cached where an answer goes on, or it would be judged by fewer
-    assert ahead.longest_hit == 417 + 40 - 32
+    # at most so much may be cached that two are there at its prefill's end, for when the pool is
+    # short; and where an answer goes on, or it would be judged by fewer than w when it is due
+    assert ahead.longest_hit == 417 - 2
+    assert replace(ahead, prefilled=450).longest_hit == 417 + 40 - 32

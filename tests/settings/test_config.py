@@ -135,6 +135,7 @@ FULL = {
     "window": 16,
     "min_prompt": 0,
     "min_output": 5,
+    "lookahead_yields": "waiting",
     "lookahead": 8,
     "pressure": 0.5,
     "allow_override": ["off", "tova"],

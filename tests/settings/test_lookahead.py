@@ -5,6 +5,7 @@ import pytest
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.lookahead import YIELDS
 from vllm_kvcompress.settings.overrides import settings_for
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
@@ -57,6 +58,18 @@ def test_slots_that_mean_nothing(more, says):
     with pytest.raises(ConfigError) as caught:
         CompressionConfig.parse({"compress": "cake", "lookahead": 16, **more})
     assert says in str(caught.value)
+
+
+def test_three_words_say_when_it_yields():
+    own = [
+        CompressionConfig.parse({"compress": "cake", "lookahead_yields": word}).lookahead_yields
+        for word in YIELDS
+    ]
+    assert tuple(own) == YIELDS
+    assert CompressionConfig.parse({"compress": "cake"}).lookahead_yields == "preemption"
+    for word in ("wait", True, None):
+        with pytest.raises(ConfigError, match=r"lookahead_yields=.* is unknown.* choose from"):
+            CompressionConfig.parse({"compress": "cake", "lookahead_yields": word})
 
 
 def test_without_one_nothing_changes():

@@ -107,7 +107,7 @@ def answers_at_once(plan: PagePlan, longest: int) -> int:
     of an eighth of its pages, or of one request's.
     """
     room = plan.num_layers * longest // (_STAGED_SHARE * plan.block_size)
-    return max(min(longest // plan.tokens, room // plan.pages), 1)
+    return max(min(longest // plan.tokens, room // max(plan.pages, 1)), 1)
 
 
 def additions_at_once(most: int, longest: int) -> int:

@@ -185,8 +185,12 @@ class LookAhead:
 
     @property
     def longest_hit(self) -> int:
-        """Tokens that may come from the prefix cache. It bounds only what was preempted."""
-        return self.due - self.settings.resolved_window
+        """Tokens that may come from the prefix cache.
+
+        At its prefill's end as many queries are there as the method needs, and when it is due all.
+        """
+        least = max(least_window(method_of(self.settings).reads), 1)
+        return min(self.prefilled - least, self.due - self.settings.resolved_window)
 
     def begins(self, tokens: int) -> bool:
         """Whether a chunk that ends with `tokens` computed leaves queries that may judge."""
@@ -208,22 +212,26 @@ class LookAhead:
             return None
         return self.kept(holding, tokens)
 
-    def kept(self, holding: Holding, tokens: int) -> PagePlan | None:
+    def kept(self, holding: Holding, tokens: int, *, least: int = 0) -> PagePlan | None:
         """What is kept if it is packed once `tokens` are computed, at any time after the prefill.
 
         None if that is everything, or if the method cannot judge by so few queries (`window`).
+
+        Args:
+            least: tokens of the prompt that a layer keeps on average where its budget is smaller.
         """
         window = self.window(tokens)
         if window < least_window(method_of(self.settings).reads):
             return None
         layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)
         own = self.settings.prompt(layers, self.prompt)
+        total = None if own.total is None else max(own.total, layers * least)
         prompt = replace(
             own,
             tokens=tokens,
             window=window,
-            budget=own.budget + answered,
-            total=None if own.total is None else own.total + layers * answered,
+            budget=max(own.budget, least) + answered,
+            total=None if total is None else total + layers * answered,
         )
         if not holding.pages:
             return page_plan(prompt, size)
@@ -238,6 +246,13 @@ class LookAhead:
             pages=pages,
             total=prompt.total,
         )
+
+    def half(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """What is kept of a prompt that is packed early, and again later: half of it.
+
+        None where it may keep as much anyway, or was packed before.
+        """
+        return None if holding.pages else self.kept(holding, tokens, least=self.prompt // 2)
 
     @property
     def most_blocks(self) -> int:

@@ -1,14 +1,16 @@
 """Settings that let an answer's first tokens judge its prompt; off unless a number is given."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.base import Reads, choose
 from vllm_kvcompress.settings.parsing import whole_tokens
 
 MAX_LOOKAHEAD = 1024
+Yields = Literal["preemption", "waiting", "never"]
+YIELDS: tuple[Yields, ...] = ("preemption", "waiting", "never")
 
 
 class LookaheadSettings(BaseModel):
@@ -22,6 +24,15 @@ class LookaheadSettings(BaseModel):
     lookahead_slots: int | None = Field(default=None, ge=1, strict=True)
     """Requests that look ahead at once, whose last queries are kept; None takes as many as run, and
     no more than 1 GiB of queries (`planning.memory`)."""
+
+    lookahead_yields: Yields = "preemption"
+    """When the pool is short, prompts are packed before their look-ahead is over: before a request
+    would be preempted, also so that the next waiting one fits, or never."""
+
+    @field_validator("lookahead_yields", mode="before")
+    @classmethod
+    def _known_word(cls, value: Any) -> str:
+        return choose("lookahead_yields", {word: word for word in YIELDS}, str(value))
 
     @field_validator("lookahead", mode="before")
     @classmethod

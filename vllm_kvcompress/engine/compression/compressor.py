@@ -365,6 +365,8 @@ class PromptCompressor:
     def _note(self, job: Job, pages: torch.Tensor) -> None:
         """Take in that a prompt was packed; one whose end that was is done."""
         todo = job.todo
+        if todo.cut and not todo.ends:
+            return
         if not todo.ends:
             prefill = self._prefills[todo.request_id]
             prefill.sums = {}

@@ -21,6 +21,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.counts import Counts, take_counts
 from vllm_kvcompress.engine.messages.settings import active_settings
+from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -105,6 +106,11 @@ COUNTERS: Mapping[str, Counted] = {
         "Prompts packed at the end of their prefill, since no slot was free for a look-ahead.",
         lambda counts: counts["slotless"],
     ),
+    "cut_lookaheads": Counted(
+        "to",
+        "Times that a prompt was packed before its look-ahead was over, since the pool was short.",
+        lambda counts: counts["cut_lookaheads"],
+    ),
     "layer_tokens": Counted("layer", "Tokens that compressed prompts keep, by layer.", _by_layer),
 }
 _refusals: Counter | None = None
@@ -136,6 +142,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "method": methods,
             "reason": REASONS,
             "layer": [str(layer) for layer in layers],
+            "to": [HALF, BUDGET],
         }
         self._engines = {index: (model, str(index)) for index in engine_indexes}
         self._counters: dict[str, Counter] = {}

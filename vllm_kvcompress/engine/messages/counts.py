@@ -44,6 +44,8 @@ class Counts(TypedDict):
     """Times that a prompt was packed piecewise, its end included."""
     slotless: int
     """Prompts that found no slot for a look-ahead."""
+    cut_lookaheads: dict[str, int]
+    """Times that a prompt was packed before its look-ahead was over, by what to."""
 
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:

@@ -12,6 +12,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
 
+# what a look-ahead that is cut short packs its prompt to: values of the metric's label `to`
+HALF, BUDGET = "half", "budget"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
@@ -31,6 +34,8 @@ class Pack:
         whole: nothing of it was dropped yet, so that a token's slot is its position.
         ends: this is the prompt's end.
         in_place: some of the pages that are written may be read, so that all are staged.
+        cut: of a prompt that is packed before its look-ahead is over, to what: HALF, and again
+            later, or BUDGET.
     """
 
     request_id: str
@@ -43,6 +48,7 @@ class Pack:
     whole: bool = True
     ends: bool = True
     in_place: bool = False
+    cut: str = ""
 
     @property
     def judged_by_ring(self) -> bool:
@@ -107,6 +113,11 @@ class StepPlan:
     def ended(self) -> tuple[Pack, ...]:
         """The prompts whose compression this step completes."""
         return tuple(todo for todo in self.pack if todo.prefill and todo.ends)
+
+    @property
+    def told(self) -> tuple[Pack, ...]:
+        """The prompts of which this step decides what is kept from now on, perhaps for a while."""
+        return tuple(todo for todo in self.pack if todo.prefill and (todo.ends or todo.cut))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

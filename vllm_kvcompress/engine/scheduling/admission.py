@@ -124,6 +124,10 @@ class Admissions:
         """Blocks that the compressed layers of one request can have."""
         return self.pool_blocks - (self._windows.blocks() if self._windows else 0)
 
+    def windowed_blocks(self, tokens: int) -> int:
+        """Blocks of a request of so many tokens for layers with a sliding window."""
+        return 0 if self._windows is None else self._windows.blocks(tokens)
+
     def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""
         return settings.page_plan(self._num_layers, tokens, self._block_size)
@@ -132,9 +136,7 @@ class Admissions:
         """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""
         total = self.pool_blocks
         used = total - self._pool.get_num_free_blocks()
-        prompt = -(-tokens // self._block_size)
-        if self._windows is not None:
-            prompt += self._windows.blocks(tokens)
+        prompt = -(-tokens // self._block_size) + self.windowed_blocks(tokens)
         return float((used + prompt) / max(total, 1))
 
     def _decide(self, request: Request) -> Decision:

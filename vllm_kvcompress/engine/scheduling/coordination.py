@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import SeamError
@@ -105,12 +105,38 @@ class Coordination:
     ) -> int:
         """Blocks that all groups need, with fresh destinations if the pool has them too."""
         needed = int(self._count(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
+        own = new_computed_blocks[self._group]
+        needed += self._promised(request_id, needed, own)
         if kwargs.get("apply_admission_cap"):
             return needed
-        own = new_computed_blocks[self._group]
         with_fresh = needed + self.manager.destination_blocks(request_id, num_tokens, own).others
         free = int(self.manager.block_pool.get_num_free_blocks())
         return with_fresh if free >= with_fresh else needed
+
+    def _promised(self, request_id: str, needed: int, touched: Sequence[KVCacheBlock]) -> int:
+        """Blocks that a request must leave in the pool, for look-aheads that end."""
+        lookaheads = self.manager.lookaheads
+        if not lookaheads:
+            return 0
+        free = int(self.manager.block_pool.get_num_free_blocks())
+        promised = lookaheads.promised(free - needed, {block.block_id for block in touched})
+        if self.manager.planner.request(request_id).status == RequestStatus.RUNNING:
+            return promised
+        return promised + lookaheads.withheld()
+
+    def missing(self, request_id: str, tokens: int) -> int:
+        """Blocks that a running request takes at most, of all groups, to have `tokens` computed."""
+        managers = (self.manager, *self._windows)
+        held = ((each.block_size, each.req_to_blocks.get(request_id, ())) for each in managers)
+        return sum(max(-(-tokens // int(size)) - len(blocks), 0) for size, blocks in held)
+
+    def shared_hit(self, request: Request) -> int:
+        """Blocks of a waiting prompt that others hold, which it would take no room for."""
+        if not request.block_hashes:
+            return 0
+        with self.looking_up(request):
+            found = self._hit(request.block_hashes, int(request.num_tokens) - 1)
+        return sum(block.ref_cnt > 0 for block in found[0][self._group])
 
     def _allocating(
         self,

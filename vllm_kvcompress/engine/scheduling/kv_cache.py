@@ -12,19 +12,21 @@ arithmetic on that list (positions, slots, blocks still needed) therefore stays 
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import Windows
-from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan
+from vllm_kvcompress.engine.messages.step import HALF, Addition, Pack, StepPlan
 from vllm_kvcompress.engine.scheduling.admission import ANSWERED
+from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending
+from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import EveryPiece, Holding, LookAhead, RequestSchedule
+from vllm_kvcompress.planning.schedules import EveryPiece, Holding, RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -34,24 +36,6 @@ class _Spec(Protocol):
     num_compressed_layers: int
     settings: CompressionConfig
     ring_slots: int
-
-
-class DestinationBlocks(NamedTuple):
-    """What a prompt's first packing takes of the pool beside the prompt's own blocks."""
-
-    too_few: int
-    """Blocks that the prompt's own unshared ones are too few by, so that they must be fresh."""
-    others: int
-    """Destination blocks that may be fresh, or the prompt's own."""
-
-
-class _Pending(NamedTuple):
-    """A request that is packed after this step, and what that changes in the scheduler."""
-
-    pack: Pack
-    holding: Holding
-    own: list[KVCacheBlock]
-    """Its ordinary blocks that become destinations."""
 
 
 class CompressedManager(FullAttentionManager):
@@ -79,12 +63,13 @@ class CompressedManager(FullAttentionManager):
         self._grow: list[str] = []
         self._keep: list[str] = []
         self._add: dict[str, Addition] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Pending] = {}
         self._plan_numbers = itertools.count(1)
 
     def replace_settings(self, settings: CompressionConfig) -> None:
         """Set the engine's settings; benchmarks change them, while no request is there."""
         self.settings = settings
+        self.lookaheads = LookAheads(self, settings.lookahead_yields)
         self.planner = Planner(
             *(settings, self._num_layers, self.block_size, self.block_pool),
             windows=self._windows,
@@ -152,7 +137,11 @@ class CompressedManager(FullAttentionManager):
         # beyond these are drafts, which are not of the prompt
         num_tokens = min(num_tokens, int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
-        plan = schedule.plan(num_tokens)
+        plan, later = schedule.plan(num_tokens), False
+        if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
+            # promised from now on, and taken when it is packed (`lookaheads`)
+            later = self.settings.lookahead_yields != "never"
+            plan = schedule.lookahead.kept(schedule.holding, num_tokens) if later else None
         if plan is None or schedule.holding.pages:
             return DestinationBlocks(0, 0)
         full_blocks = num_tokens // self.block_size
@@ -161,7 +150,7 @@ class CompressedManager(FullAttentionManager):
         alone += sum(block.ref_cnt == 0 for block in new_computed_blocks)
         alone += max(full_blocks - len(prompt_blocks) - len(new_computed_blocks), 0)
         too_few = max(plan.blocks - alone, 0)
-        return DestinationBlocks(too_few, plan.blocks - too_few)
+        return DestinationBlocks(too_few, 0 if later else plan.blocks - too_few)
 
     def plan_step(self, request_id: str, num_tokens: int) -> None:
         """Plan this step of a request that has blocks for `num_tokens`, in every group of layers.
@@ -184,6 +173,7 @@ class CompressedManager(FullAttentionManager):
             self.planner.end_prefill(request, schedule, plan)
             if schedule.answer is not None or schedule.lookahead is not None:
                 self._grow.append(request_id)
+            self.lookaheads.take_part(request_id, schedule, tokens)
         elif schedule.lookahead is not None and schedule.lookahead.begins(tokens):
             self._keep.append(request_id)
         self._observe.pop(request_id, None)
@@ -198,7 +188,7 @@ class CompressedManager(FullAttentionManager):
         schedule = self.planner.schedules[request_id]
         answer, holding = schedule.answer, schedule.holding
         if schedule.lookahead is not None:
-            self._look_ahead(request_id, schedule, schedule.lookahead, tokens)
+            self.lookaheads.take_part(request_id, schedule, tokens)
             return
         if answer is None:
             return
@@ -214,21 +204,23 @@ class CompressedManager(FullAttentionManager):
                 most=holding.most_tokens(tokens),
             )
 
-    def _look_ahead(
-        self, request_id: str, schedule: RequestSchedule, lookahead: LookAhead, tokens: int
-    ) -> None:
-        """Plan to pack a prompt that its answer has judged, if it has come so far.
+    def pack_prompt(
+        self, request_id: str, schedule: RequestSchedule, plan: PagePlan, tokens: int, cut: str
+    ) -> bool:
+        """Plan to pack a prompt that looks ahead; returns whether the pool has what that takes.
 
-        Where the pool has no block for that, the next step tries again.
+        Args:
+            cut: as in `Pack`.
         """
-        plan = lookahead.plan(schedule.holding, tokens)
-        if plan is not None and self._reserve(
+        lookahead = schedule.lookahead
+        assert lookahead is not None, request_id
+        return self._reserve(
             *(request_id, schedule, plan, tokens, lookahead.settings),
             prefill=True,
-            ends=True,
+            ends=cut != HALF,
             answered=lookahead.answered(tokens),
-        ):
-            schedule.lookahead = None
+            cut=cut,
+        )
 
     def _reserve(
         self,
@@ -241,18 +233,20 @@ class CompressedManager(FullAttentionManager):
         prefill: bool,
         ends: bool,
         answered: int | None = None,
+        cut: str = "",
     ) -> bool:
         """Take the destination blocks that packing needs; returns whether the pool has them.
 
-        A prompt takes fresh ones, else its own unshared ones, the latest first. It was admitted
-        with them counted, unless its answer judges it. An answer takes its own first, since it is
-        packed to hold less. Where the pool has none for what is missing, a later step tries again.
+        A prompt takes fresh ones, if more are free than are promised to others, else its own
+        unshared ones, the latest first. It was admitted with them counted, unless its answer judges
+        it. An answer takes its own first, since it is packed to hold less. Where the pool has none
+        for what is missing, a later step tries again.
         """
         holding, last = schedule.holding, tokens // self.block_size
         packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
         mine: list[tuple[int, KVCacheBlock]] = []
-        if missing and (not prefill or free < missing):
+        if missing and (not prefill or free < missing + self.lookaheads.promised(free - missing)):
             mine = self._unshared(request_id, holding.first_block, last, missing)
         if (answered is not None or not prefill) and missing - len(mine) > free:
             return False
@@ -269,12 +263,22 @@ class CompressedManager(FullAttentionManager):
             destination=None if holding.frozen else tuple(block.block_id for block in destination),
             prefill=prefill,
             answered=answered,
-            whole=prefill and not isinstance(schedule.prefill, EveryPiece),
+            whole=prefill and not holding.pages and not isinstance(schedule.prefill, EveryPiece),
             ends=ends,
             in_place=bool(own or holding.pages) or not prefill,
+            cut=cut,
         )
-        self._pending[request_id] = _Pending(pack, holding, own)
+        self._pending[request_id] = Pending(pack, holding, own)
         return True
+
+    def ordinary(self, request_id: str, holding: Holding, tokens: int) -> Sequence[KVCacheBlock]:
+        """The full blocks that packing reads, without those that were packed before."""
+        blocks: list[KVCacheBlock] = self.req_to_blocks[request_id]
+        return blocks[holding.first_block : tokens // self.block_size]
+
+    def packed_blocks(self, request_id: str) -> int:
+        """Blocks that a request has packed pages in."""
+        return len(self._packed.get(request_id, ()))
 
     def _unshared(
         self, request_id: str, start: int, stop: int, count: int
@@ -300,13 +304,26 @@ class CompressedManager(FullAttentionManager):
 
     # -- handing over, once the step is scheduled ---------------------------------------------
 
-    def take_step(self) -> StepPlan | None:
+    def free_after(self) -> int:
+        """Blocks that are free once this step's plan is handed over, but for shared ones."""
+        free = self.block_pool.get_num_free_blocks()
+        for request_id, (pack, holding, _) in self._pending.items():
+            read = self.ordinary(request_id, holding, pack.tokens)
+            free += sum(block.ref_cnt == 1 for block in read)
+            free += self.packed_blocks(request_id) - pack.plan.blocks
+        return int(free)
+
+    def take_step(self, following: Next | None = None) -> StepPlan | None:
         """This step's plan; also frees the blocks that only this step still reads.
+
+        Args:
+            following: the step after it, for which look-aheads may give way.
 
         Stream order makes the early free safe: whoever is given such a block writes it in a
         later step, after this step has read it. So does the order of outputs, if the workers
         lose the plan: the scheduler hears of it before any later step's tokens.
         """
+        self.lookaheads.pack(following)
         if not any((self._observe, self._grow, self._keep, self._add, self._pending)):
             return None
         plan = StepPlan(
@@ -321,7 +338,7 @@ class CompressedManager(FullAttentionManager):
             done.clear()
         return plan
 
-    def _hand_over(self, pending: _Pending) -> Pack:
+    def _hand_over(self, pending: Pending) -> Pack:
         """Free what the request holds no longer: ordinary blocks, and destinations left over."""
         pack, holding, own = pending
         request_id, plan, last = pack.request_id, pack.plan, pack.tokens // self.block_size
@@ -338,8 +355,9 @@ class CompressedManager(FullAttentionManager):
         before = self.block_pool.get_num_free_blocks()
         self.block_pool.free_blocks(freed)
         returned = self.block_pool.get_num_free_blocks() - before
-        self.tally.pack(pack, returned, first=first, own=bool(own))
-        if pack.answered is not None:
+        piecewise = isinstance(self.planner.schedules[request_id].prefill, EveryPiece)
+        self.tally.pack(pack, returned, first=first, own=bool(own), piecewise=piecewise)
+        if pack.answered is not None and pack.ends:
             self.planner.looked_ahead(request_id)
         return pack
 
@@ -359,6 +377,7 @@ class CompressedManager(FullAttentionManager):
         if self.planner.answered_first(request_id):
             self.tally.skipped[ANSWERED] += 1
         self.planner.forget(request_id)
+        self.lookaheads.forget(request_id)
         self._cacheable.pop(request_id, None)
         self._observe.pop(request_id, None)
         self._add.pop(request_id, None)

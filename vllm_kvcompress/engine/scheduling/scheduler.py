@@ -24,6 +24,7 @@ from vllm_kvcompress.engine.layers import windows_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
+from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import SeamError
 from vllm_kvcompress.planning.schedules import EveryPiece
@@ -40,6 +41,7 @@ class _Compressing:
         self.compressed_manager = self.coordination.manager
         windows = windows_of(self.vllm_config)  # type: ignore[attr-defined]
         self.compressed_manager.connect(self.requests, windows)  # type: ignore[attr-defined]
+        self.next_step = NextStep(self, self.coordination)
         self.usage_notes = UsageNotes()
         # Plans that no report has acknowledged yet, in the order of their steps.
         self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()
@@ -116,7 +118,7 @@ class _Compressing:
         if self._lost is not None:
             raise SeamError(self._lost)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        plan = self.compressed_manager.take_step()
+        plan = self.compressed_manager.take_step(self.next_step)
         attach_plan(output, plan)
         if plan is not None:
             self._handed_out.append((output, plan))

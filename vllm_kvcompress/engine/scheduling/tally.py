@@ -27,6 +27,7 @@ class Tally:
         answer_blocks: blocks that went back to the pool by that.
         pieces: times that a prompt was packed piecewise, its end included.
         slotless: prompts that found no slot for a look-ahead.
+        cut: times that a prompt was packed before its look-ahead was over, by what to.
     """
 
     planned: Counter[str] = field(default_factory=Counter)
@@ -39,25 +40,29 @@ class Tally:
     answer_blocks: int = 0
     pieces: int = 0
     slotless: int = 0
+    cut: Counter[str] = field(default_factory=Counter)
 
-    def pack(self, pack: Pack, returned: int, *, first: bool, own: bool) -> None:
+    def pack(self, pack: Pack, returned: int, *, first: bool, own: bool, piecewise: bool) -> None:
         """Add a request that the workers are to pack.
 
         Args:
             returned: blocks that went back to the pool by that.
             first: nothing of it was packed before.
             own: its own blocks became destinations.
+            piecewise: its prompt never stood whole.
         """
         if not pack.prefill:
             self.repacked += 1
             self.answer_blocks += returned
             return
-        self.pieces += not pack.whole
+        self.pieces += piecewise
         self.freed_blocks += returned
         self.packed_blocks += pack.plan.blocks * first
         self.in_place += own
         if pack.ends:
             self.planned[pack.settings.compress] += 1
+        if pack.cut:
+            self.cut[pack.cut] += 1
 
     def report(self, packed: Iterable[Packed]) -> None:
         """Add what a worker has packed."""
@@ -65,7 +70,7 @@ class Tally:
 
     def take(self) -> Counts | None:
         """Everything since the last call as plain values; None when nothing happened."""
-        counted = (self.planned, self.skipped, self.packed, self.repacked, self.pieces)
+        counted = (self.planned, self.skipped, self.packed, self.repacked, self.pieces, self.cut)
         if not (any(counted) or self.slotless):
             return None
         layers = Counter[str]()
@@ -87,7 +92,9 @@ class Tally:
             "answer_blocks": self.answer_blocks,
             "pieces": self.pieces,
             "slotless": self.slotless,
+            "cut_lookaheads": dict(self.cut),
         }
+        self.cut.clear()
         self.planned.clear()
         self.skipped.clear()
         self.packed.clear()

@@ -26,8 +26,8 @@ class UsageNotes:
         return len(self._news)
 
     def plan(self, step: StepPlan | None) -> None:
-        """The prompts that this step compresses."""
-        for todo in step.ended if step is not None else ():
+        """The prompts that this step compresses, for good or until their look-ahead is over."""
+        for todo in step.told if step is not None else ():
             plan = todo.plan
             kept = plan.pages * plan.block_size / plan.num_layers + plan.tail - (todo.answered or 0)
             self._news[todo.request_id] = {

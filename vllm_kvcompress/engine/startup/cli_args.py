@@ -46,6 +46,12 @@ FLAGS = {
         "Tokens of the answer that a prompt stays whole for, and that judge it then; with 0 it is"
         " packed at the end of its prefill.",
     ),
+    "--kv-lookahead-yields": (
+        "lookahead_yields",
+        "WHEN",
+        "When a look-ahead is cut short because the KV pool is: before a request would be preempted"
+        " (preemption), also for the next one that waits (waiting), or never.",
+    ),
     "--kv-min-prompt": (
         "min_prompt",
         "TOKENS",

@@ -1,0 +1,26 @@
+"""What packing a request takes of the pool, and what it changes in the scheduler."""
+
+from typing import NamedTuple
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from vllm_kvcompress.engine.messages.step import Pack
+from vllm_kvcompress.planning.schedules import Holding
+
+
+class DestinationBlocks(NamedTuple):
+    """What a prompt's first packing takes of the pool beside the prompt's own blocks."""
+
+    too_few: int
+    """Blocks that the prompt's own unshared ones are too few by, so that they must be fresh."""
+    others: int
+    """Destination blocks that may be fresh, or the prompt's own."""
+
+
+class Pending(NamedTuple):
+    """A request that is packed after this step, and what that changes in the scheduler."""
+
+    pack: Pack
+    holding: Holding
+    own: list[KVCacheBlock]
+    """Its ordinary blocks that become destinations."""

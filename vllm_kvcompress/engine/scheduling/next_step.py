@@ -1,0 +1,105 @@
+"""What the step after this one will take of the pool, before anybody knows how this one ends.
+
+From lengths, and never too little: a request that turns out to have ended needs nothing, and gives
+back more than its share of the next step lets another's chunk take.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_kvcompress.engine.scheduling.coordination import Coordination
+from vllm_kvcompress.planning.schedules import EveryPiece
+
+
+class NextStep:
+    """Goes through the requests that run as vLLM's scheduler will.
+
+    Args:
+        scheduler: vLLM's, ours on top of it.
+        coordination: of its groups of blocks.
+    """
+
+    def __init__(self, scheduler: Any, coordination: Coordination) -> None:
+        self._scheduler, self._coordination = scheduler, coordination
+        self._manager = coordination.manager
+        config = scheduler.vllm_config
+        self._stages = int(config.parallel_config.pipeline_parallel_size)
+        self.pipelined = self._stages > 1
+        self.overlaps = bool(config.scheduler_config.async_scheduling) or self.pipelined
+
+    def blocks(self, looking: Collection[str]) -> int:
+        """Blocks that running requests take until each of `looking` has been in a step again.
+
+        That is the next step, unless chunks of older prompts leave it no room, or steps of other
+        requests are under way in a pipeline. Only then may one be packed.
+        """
+        running: list[Request] = self._scheduler.running
+        ends = {request.request_id: int(request.num_computed_tokens) for request in running}
+        waiting = {name for name in looking if name in ends}
+        destinations, steps = 0, 0
+        while steps < self._stages or waiting:
+            destinations += self._go_through(running, ends, waiting)
+            steps += 1
+        return destinations + sum(
+            self._coordination.missing(request_id, tokens) for request_id, tokens in ends.items()
+        )
+
+    def _go_through(
+        self, running: Iterable[Request], ends: dict[str, int], waiting: set[str]
+    ) -> int:
+        """Take every request a step further; returns destination blocks of what is packed then.
+
+        Args:
+            ends: by request, tokens computed by then.
+            waiting: those that were in no step yet.
+        """
+        scheduler, destinations = self._scheduler, 0
+        room = int(scheduler.max_num_scheduled_tokens)
+        cap = self._longest_chunk(room)
+        for request in running:
+            request_id = request.request_id
+            computed = ends[request_id]
+            known = int(request.num_tokens) + int(request.num_output_placeholders)
+            # the last token of an answer is not computed
+            last = int(request.num_prompt_tokens + request.max_tokens) - 1
+            longest = min(last, int(scheduler.max_model_len) - 1) - computed
+            if longest <= 0:
+                waiting.discard(request_id)
+                continue
+            new = min(max(known - computed, 1), longest, cap, room)
+            if new > 1:
+                new = int(scheduler._reserve_prefill_lookahead(request, computed, new))
+            if new <= 0:
+                continue
+            ends[request_id] = computed + new
+            waiting.discard(request_id)
+            taken = self._manager.destination_blocks(request_id, computed + new, ())
+            destinations += taken.too_few + taken.others
+            # a limit per chunk depends on who waits, so what it leaves to others is not known
+            room -= new if cap >= room else 1
+        return destinations
+
+    def _longest_chunk(self, room: int) -> int:
+        """Tokens of a prompt that one step computes at most."""
+        config = self._scheduler.scheduler_config
+        limit = int(config.long_prefill_token_threshold)
+        if limit <= 0 or len(self._scheduler.running) <= 1:
+            return room
+        return min(room, max(limit, room // len(self._scheduler.running)))
+
+    def waiting(self) -> int:
+        """Blocks that the next request takes to be admitted; 0 where none is."""
+        scheduler = self._scheduler
+        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return 0
+        request = scheduler.waiting.peek_request()
+        planner, cache = self._manager.planner, scheduler.kv_cache_manager
+        most = planner.most_blocks(request)
+        schedule = planner.schedule_of(request)
+        if not isinstance(schedule.prefill, EveryPiece):
+            # blocks of others that it would share
+            most -= self._coordination.shared_hit(request)
+        windows = planner.admissions.windowed_blocks(int(request.num_tokens))
+        return max(most, 1) + windows + int(cache.watermark_blocks)
