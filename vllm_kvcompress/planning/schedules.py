@@ -188,6 +188,14 @@ class LookAhead:
         """Tokens that may come from the prefix cache. It bounds only what was preempted."""
         return self.due - self.settings.resolved_window
 
+    def next_end(self, computed: int) -> int | None:
+        """Where a step must end at the latest that starts behind `computed` tokens; None: anywhere.
+
+        What is computed after it is due reads what was packed, so no draft may be. How many drafts
+        are taken is not known before a step ends: so the last one before has none.
+        """
+        return max(self.due - 1, computed + 1) if computed < self.due else None
+
     def begins(self, tokens: int) -> bool:
         """Whether a chunk that ends with `tokens` computed leaves queries that may judge."""
         return tokens > self.prefilled - self.settings.resolved_window

@@ -219,8 +219,11 @@ class CompressedManager(FullAttentionManager):
     ) -> None:
         """Plan to pack a prompt that its answer has judged, if it has come so far.
 
-        Where the pool has no block for that, the next step tries again.
+        Drafts do not count: which of them are taken is known when the step has ended. Where the
+        pool has no block for that, the next step tries again.
         """
+        request = self.planner.request(request_id)
+        tokens = min(tokens, int(request.num_tokens + request.num_output_placeholders))
         plan = lookahead.plan(schedule.holding, tokens)
         if plan is not None and self._reserve(
             *(request_id, schedule, plan, tokens, lookahead.settings),
