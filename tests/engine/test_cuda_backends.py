@@ -68,6 +68,7 @@ OPT_IN = {
     "merging": settings("d2o", 0.1, decode_budget=64, decode_interval=32),
     "pieces": settings("cake", 0.2, window=8, max_whole=128, piece=96),
     "merging pieces": settings("d2o", 0.2, max_whole=128, piece=96),
+    "looking ahead": settings("cake", 0.1, lookahead=5),
 }
 
 
@@ -81,7 +82,8 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
     import cuda_on_cpu
 
     first = 90 if compress in OPT_IN else 20
-    counts = [24, 14, 30, 9] if "pieces" in compress else [first, 6, 11, 3]
+    short = "pieces" in compress or compress == "looking ahead"
+    counts = [24, 14, 30, 9] if short else [first, 6, 11, 3]
     config = OPT_IN[compress] if compress in OPT_IN else settings(compress)
 
     def run(graphs) -> list[list[int]]:
@@ -108,18 +110,24 @@ def test_replayed_graphs_answer_as_eager_steps(start, monkeypatch, compress):
 
 
 @pytest.mark.skipif(not v2_drafts(), reason="this vLLM's Model Runner V2 does not draft")
+@pytest.mark.parametrize("ahead", [0, 5])
 def test_trap_08_a_prompt_that_ends_with_rows_for_drafts_is_seen(
-    start, monkeypatch, checkpoints_folder
+    ahead, start, monkeypatch, checkpoints_folder
 ):
     """A graph has as many rows for each request as it brings drafts, and one more.
 
-    A prompt of which one token is left gets as many, and vLLM runs it as a decode.
+    A prompt of which one token is left gets as many, and vLLM runs it as a decode. Nobody needs to
+    see that where it looks ahead: the graph keeps the queries, and those of drafts that were not
+    taken are written over.
     """
     import cuda_on_cpu
     import interpreter
 
     interpreter.mend()
-    drafts, config = 3, settings("tova", allow_override="off,tova")
+    drafts, config = (
+        3,
+        settings("snapkv" if ahead else "tova", lookahead=ahead, allow_override="all"),
+    )
     spec = dict(method="ngram", num_speculative_tokens=drafts, prompt_lookup_min=1)
     ending, model = tokens(12 * 32 + 1, seed=9), make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:

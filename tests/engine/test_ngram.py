@@ -6,9 +6,11 @@ which are not the prompt's; and blocks for drafts are not the prompt's either.
 """
 
 import pytest
+import torch
 
 from checkpoints import make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings, v2_drafts
+from vllm_kvcompress.planning.schedules import LookAhead
 
 # of vLLM's own drafters: V1's warns by its compiler, and V2 has none in 0.31
 pytestmark = [
@@ -39,6 +41,7 @@ if V2:  # which is interpreted
     METHODS = ["cake", "tova"]
     WAYS = {name: WAYS[name] for name in ("prefix cache", "chunks")}
 FREE = settings("cake", 0.4, allow_override="all")
+FEW = {"allowed_token_ids": [5, 9, 200, 311]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,6 +127,31 @@ def test_trap_09_a_prompt_that_ends_with_rows_for_drafts(method, model):
         assert llm.compressor.compressed == 1
 
 
+def test_a_look_ahead_ends_as_without_drafts(model):
+    """By the same queries, after the same token, and what is computed from then on is the same.
+
+    Answers out of four tokens, or hardly a draft would be taken.
+    """
+    ahead, new, prompts = (6, 16, PROMPTS[:4:3]) if V2 else (15, NEW, [*PROMPTS[:1], *PROMPTS[2:4]])
+    config = settings("cake", 0.4, allow_override="all", lookahead=ahead)
+    methods = ["cake"] if V2 else ["cake", "tova"]
+    asks = [{"extra_args": {"kv_compress": method}, **FEW} for method in methods]
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        want = [[llm.generate([prompt], new, **ask)[0] for prompt in prompts] for ask in asks]
+    options = dict(additional_config=config, max_model_len=1024)
+    with engine(model, **options, **NGRAM, **WAYS["chunks"]) as llm:
+        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.todo.answered)
+        drafts = watch_drafts(llm)
+        for ask, answers in zip(asks, want, strict=True):
+            for order in (1, -1):
+                assert llm.generate(prompts[::order], new, **ask)[::order] == answers
+        llm.settle()
+        assert llm.free_blocks == free
+        assert set(packed) == {ahead}
+        assert len(packed) == len(methods) * 2 * sum(len(prompt) >= 128 for prompt in prompts)
+        assert 0.05 < drafts["taken"] / drafts["judged"] < 0.95
+
+
 def watch_rows(llm):
     """From now on: by request, how many rows each of its steps had."""
     rows: dict[str, list[int]] = {}
@@ -183,3 +211,35 @@ def test_blocks_are_those_without_drafts_and_those_of_the_drafts(model):
     assert len(shared) > 10
     for computed in shared:
         assert 0 <= held["with"][computed] - held["without"][computed] <= 1
+
+
+@first_runner
+def test_a_look_ahead_has_what_was_taken(model, monkeypatch):
+    """Packed in a step with drafts, it is judged by the tokens before these.
+
+    Drafts that were not taken lie in the ring behind them, and must not lie on them.
+    """
+    known, new = 20, 39
+    config, prompt = settings("snapkv", 0.4, lookahead=40, window=32), PROMPTS[0]
+    with engine(model, enable_prefix_caching=False, additional_config=config) as llm:
+        seen = llm.record_attention()
+        llm.generate([prompt], new, **FEW)
+    every = torch.stack([torch.cat(seen[layer]["q"]) for layer in range(len(seen))])
+
+    def early(ahead, holding, computed):
+        return ahead.kept(holding, computed) if ahead.answered(computed) >= known else None
+
+    monkeypatch.setattr(LookAhead, "plan", early)
+    with engine(model, additional_config=config, max_model_len=1024, **NGRAM) as llm:
+        rows, ring, found = watch_rows(llm), llm.compressor.pool.ring, []
+        latest = ring.latest
+        ring.latest = lambda *asked: (found.append((asked, latest(*asked))), found[-1][1])[1]
+        packed = llm.watch_packing(lambda done: (done.todo.tokens, len(rows["r"])))
+        llm.submit("r", prompt, new, **FEW)
+        llm.drain()
+    (((_, (computed,), count), queries),) = found
+    ((tokens_then, step),) = packed
+    assert (tokens_then, count) == (computed, 32)
+    assert rows["r"][step - 1] > 1
+    own = every[:, computed - 32 : computed].flatten(2)
+    assert torch.allclose(queries.flatten(2), own, rtol=1e-3, atol=1e-3)

@@ -43,6 +43,7 @@ class Sizes:
         captured: rows of the largest CUDA graph, 0 without graphs.
         groups: all layers of the model; None where L are all.
         in_flight: tokens of all requests that are computed at once.
+        drafts: tokens that a decode step computes at most beside one, and may take back.
     """
 
     layers: int
@@ -57,6 +58,7 @@ class Sizes:
     stored: int | None = None
     groups: LayerGroups | None = None
     in_flight: int = 1
+    drafts: int = 0
 
     @property
     def cached(self) -> int:
@@ -218,7 +220,13 @@ def ring_slots(sizes: Sizes, settings: CompressionConfig) -> int:
 def _slot_bytes(sizes: Sizes, settings: CompressionConfig) -> int:
     """Bytes of one request's last queries."""
     row = sizes.layers * sizes.heads * sizes.head_dim * sizes.itemsize
-    return ring_window(settings) * row
+    return ring_places(sizes, settings) * row
+
+
+def ring_places(sizes: Sizes, settings: CompressionConfig) -> int:
+    """Queries that are kept of each layer of a request: drafts must not write over the last w."""
+    window = ring_window(settings)
+    return window and window + sizes.drafts
 
 
 def sums_per_block(sizes: Sizes, settings: CompressionConfig) -> int:

@@ -192,6 +192,14 @@ class LookAhead:
         least = max(least_window(method_of(self.settings).reads), 1)
         return min(self.prefilled - least, self.due - self.settings.resolved_window)
 
+    def next_end(self, computed: int) -> int | None:
+        """Where a step must end at the latest that starts behind `computed` tokens; None: anywhere.
+
+        What is computed after it is due reads what was packed, so no draft may be. How many drafts
+        are taken is not known before a step ends: so the last one before has none.
+        """
+        return max(self.due - 1, computed + 1) if computed < self.due else None
+
     def begins(self, tokens: int) -> bool:
         """Whether a chunk that ends with `tokens` computed leaves queries that may judge."""
         return tokens > self.prefilled - self.settings.resolved_window

@@ -188,7 +188,10 @@ class CompressedManager(FullAttentionManager):
         schedule = self.planner.schedules[request_id]
         answer, holding = schedule.answer, schedule.holding
         if schedule.lookahead is not None:
-            self.lookaheads.take_part(request_id, schedule, tokens)
+            # drafts do not count: which of them are taken is known when the step has ended
+            request = self.planner.request(request_id)
+            known = int(request.num_tokens + request.num_output_placeholders)
+            self.lookaheads.take_part(request_id, schedule, min(tokens, known))
             return
         if answer is None:
             return

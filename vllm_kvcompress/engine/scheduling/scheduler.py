@@ -100,14 +100,20 @@ class _Compressing:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Where a chunk ends; that of a prompt that is packed piece by piece, at a boundary."""
+        """How long a step is: that of a prompt in pieces ends at a boundary, and no draft goes
+        beyond the end of a look-ahead.
+        """
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
         schedule = self.compressed_manager.planner.schedule_of(request)
-        if schedule.prefilled or not isinstance(schedule.prefill, EveryPiece):
-            return tokens
-        return min(tokens, schedule.prefill.next_end(num_computed_tokens) - num_computed_tokens)
+        end = None
+        if schedule.prefilled:
+            if schedule.lookahead is not None:
+                end = schedule.lookahead.next_end(num_computed_tokens)
+        elif isinstance(schedule.prefill, EveryPiece):
+            end = schedule.prefill.next_end(num_computed_tokens)
+        return tokens if end is None else min(tokens, end - num_computed_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, with its plan.

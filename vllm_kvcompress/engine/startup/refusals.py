@@ -322,15 +322,13 @@ def _drafts(config: VllmConfig, settings: CompressionConfig) -> str | None:
     given = {
         "--kv-decode-budget": settings.decode_budget is not None,
         "--kv-max-whole": settings.max_whole is not None,
-        "--kv-lookahead": any(variant.resolved_lookahead for variant in settings.variants),
     }
     asked = [flag for flag, is_given in given.items() if is_given]
     if config.speculative_config is None or not asked:
         return None
     return (
-        "requests that are packed later than at the end of their prefill, or more than once, are"
-        " packed at lengths that drafts step over or take back; remove --speculative-config, or"
-        f" {' and '.join(asked)}"
+        "requests that are packed more than once are packed at lengths that drafts step over or"
+        f" take back; remove --speculative-config, or {' and '.join(asked)}"
     )
 
 

@@ -11,7 +11,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 def sizes_of(config: VllmConfig) -> Sizes:
     """The figures that the memory of one rank depends on."""
     model, parallel = config.model_config, config.parallel_config
-    groups = groups_of(config)
+    groups, speculative = groups_of(config), config.speculative_config
     return Sizes(
         layers=layers_together(config),
         groups=groups if groups.windowed else None,
@@ -23,6 +23,7 @@ def sizes_of(config: VllmConfig) -> Sizes:
         block_size=int(config.cache_config.block_size),
         max_requests=int(config.scheduler_config.max_num_seqs),
         stored=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize,
+        drafts=0 if speculative is None else int(speculative.num_speculative_tokens),
         captured=int(config.compilation_config.max_cudagraph_capture_size or 0),
     )
 

@@ -37,9 +37,9 @@ from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compres
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
-from vllm_kvcompress.planning.memory import ring_bytes, ring_slots
+from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import keeps_sums, merges, ring_window
+from vllm_kvcompress.settings.method_of import keeps_sums, merges
 
 logger = init_logger("vllm.kvcompress")
 
@@ -299,20 +299,21 @@ def query_ring(
     config: VllmConfig, settings: CompressionConfig, pool: PagePool, *, heads: int, dim: int
 ) -> QueryRing | None:
     """Room for the last queries of requests, where what they hold is judged by them."""
-    window, sizes = ring_window(settings), sizes_of(config)
-    if not window:
+    sizes = sizes_of(config)
+    places = ring_places(sizes, settings)
+    if not places:
         return None
     slots = ring_slots(sizes, settings)
     logger.info(
         "the last %d queries of %d of %d requests take %.2f GiB beside the cache%s",
-        *(window, slots, sizes.max_requests, ring_bytes(sizes, settings) / 2**30),
+        *(places, slots, sizes.max_requests, ring_bytes(sizes, settings) / 2**30),
         "" if slots == sizes.max_requests else "; others are packed at the end of their prefill",
     )
     return QueryRing(
         layers=len(pool.layer_offset),
         slots=slots + 1,
         requests=sizes.max_requests + 1,
-        window=window,
+        window=places,
         heads=heads,
         dim=dim,
         max_rows=max_rows(config),
