@@ -56,8 +56,8 @@ KINDS = {
     "bounded": Kind(more={"decode_budget": 96, "decode_interval": BLOCK}),
     "priority": Kind(options={"scheduling_policy": "priority"}),
 }
-# of sixteen, those in which requests are preempted whatever the engine
-SEEDS = (6,) if V2 else (6, 13)
+# of fifty, two in which requests are preempted whatever the engine, and what is promised matters
+SEEDS = (6,) if V2 else (6, 30)
 
 
 def config(yields="preemption", **more):

@@ -56,6 +56,8 @@ def show_forecast(
         table.add_section()
         _add_pool(table, forecast.pool_off, forecast.pool_on, " (estimated)" if estimated else "")
     console.print(table)
+    if lookahead and forecast.left_whole is None:
+        console.print(_held(forecast, lookahead), highlight=False)
     for line in _notes(forecast, stages):
         console.print(line, highlight=False)
 
@@ -101,6 +103,15 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
     elif forecast.pool_on.decoding == forecast.pool_on.most:
         notes.append(f"More would fit; {forecast.pool_on.most:,} is --max-num-seqs.")
     return notes
+
+
+def _held(forecast: Forecast, lookahead: int) -> str:
+    on, output = forecast.on, forecast.load.output
+    return (
+        f"For {lookahead:,} of {output:,} tokens of its answer a request holds {on.prefill:,}"
+        f" blocks, not {on.decoding:,}. --kv-lookahead-yields says what gives way when the pool is"
+        " short."
+    )
 
 
 def _worst(forecast: Forecast, worst: Worst) -> str:

@@ -307,6 +307,10 @@ class CompressedManager(FullAttentionManager):
 
     # -- handing over, once the step is scheduled ---------------------------------------------
 
+    def free_now(self) -> int:
+        """Blocks that packings of this step may still take."""
+        return int(self.block_pool.get_num_free_blocks())
+
     def free_after(self) -> int:
         """Blocks that are free once this step's plan is handed over, but for shared ones."""
         free = self.block_pool.get_num_free_blocks()

@@ -44,6 +44,9 @@ class Next(Protocol):
 class Holder(Protocol):
     """The manager of the blocks (`kv_cache.CompressedManager`), as far as this file asks it."""
 
+    def free_now(self) -> int:
+        """Blocks that packings of this step may still take."""
+
     def free_after(self) -> int:
         """Blocks that are free once this step's plan is handed over, but for shared ones."""
 
@@ -91,6 +94,7 @@ class _Candidate(NamedTuple):
         half: None where half of it is no less than what it may keep, or it was packed to it.
         packed: blocks that it has packed pages in.
         promised: blocks of the pool that are promised to it.
+        alone: blocks of its own that nobody else reads.
         returning: blocks that go back with it and with the candidates before it, if all are packed.
     """
 
@@ -99,7 +103,12 @@ class _Candidate(NamedTuple):
     kept: PagePlan
     packed: int
     promised: int
+    alone: int
     returning: int
+
+    def fresh(self, plan: PagePlan) -> int:
+        """Blocks of the pool that packing it takes before anything goes back."""
+        return max(plan.blocks - self.packed - self.alone, 0)
 
     def most(self) -> _Choice:
         """As little as it may keep."""
@@ -219,9 +228,10 @@ class LookAheads:
             return
         candidates = list(self._candidates(left, overlaps=following.overlaps))
         others = self.promised(0) - sum(each.promised for each in candidates)
-        chosen, enough = choose(candidates, free, needed + others)
+        now = self._holder.free_now() - others
+        chosen, enough = choose(candidates, now, free, needed + others)
         if admit and enough and (head := following.waiting()):
-            for_both, fits = choose(candidates, free, needed + head + others)
+            for_both, fits = choose(candidates, now, free, needed + head + others)
             chosen = for_both if fits else chosen
         for choice in chosen:
             if not self._pack(choice) and choice.to == HALF:
@@ -245,7 +255,9 @@ class LookAheads:
                 continue
             if half is not None and half.blocks <= kept.blocks:
                 half = None
+            alone = 0
             for block in self._holder.ordinary(request_id, holding, tokens):
+                alone += block.ref_cnt == 1
                 count = released[block.block_id] = released.get(block.block_id, 0) + 1
                 returning += block.ref_cnt == count
             yield _Candidate(
@@ -254,16 +266,21 @@ class LookAheads:
                 kept=kept,
                 packed=self._holder.packed_blocks(request_id),
                 promised=self._promised(request_id, ahead),
+                alone=alone,
                 returning=returning,
             )
 
 
-def choose(candidates: Sequence[_Candidate], free: int, needed: int) -> tuple[list[_Choice], bool]:
+def choose(
+    candidates: Sequence[_Candidate], now: int, free: int, needed: int
+) -> tuple[list[_Choice], bool]:
     """Which prompts to pack, oldest first, so that so many blocks are free; and whether they are.
 
     To half of what they are as long as that is enough, else the oldest to what they may keep.
 
     Args:
+        now: blocks that these packings may take, before anything goes back.
+        free: those that are free then, without them.
         needed: blocks beside those that are promised to the candidates.
     """
     least, most = [each.least() for each in candidates], [each.most() for each in candidates]
@@ -272,9 +289,12 @@ def choose(candidates: Sequence[_Candidate], free: int, needed: int) -> tuple[li
     for chosen in ways:
         count = len(chosen)
         then = free + (candidates[count - 1].returning if count else 0)
-        packed = zip(candidates, chosen, strict=False)
-        then += sum(each.packed - choice.plan.blocks for each, choice in packed)
-        if then >= needed + sum(each.promised for each in candidates[count:]):
+        pairs = list(zip(candidates, chosen, strict=False))
+        then += sum(each.packed - choice.plan.blocks for each, choice in pairs)
+        left = sum(each.promised for each in candidates[count:])
+        fresh = sum(each.fresh(choice.plan) for each, choice in pairs)
+        # what is packed to half may not take what is promised to another
+        if then >= needed + left and (not chosen or now >= fresh + left):
             return chosen, True
     return most, False
 
