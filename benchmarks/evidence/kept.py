@@ -14,7 +14,8 @@ from vllm_kvcompress.methods import rows
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import Holding, LookAhead
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 

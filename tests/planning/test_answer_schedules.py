@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.schedules import EveryInterval, Holding
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import EveryInterval
 from vllm_kvcompress.settings.config import CompressionConfig
 
 prop = settings(derandomize=True, deadline=None, max_examples=150)

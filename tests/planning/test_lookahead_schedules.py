@@ -5,7 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.planning.schedules import EveryPiece, Holding, LookAhead
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import EveryPiece, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 
 

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.schedules import Holding, pieces_of
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import pieces_of
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
     Sizes,
@@ -21,7 +22,6 @@ from vllm_kvcompress.planning.memory import (
 from vllm_kvcompress.planning.schedules import (
     EveryInterval,
     EveryPiece,
-    Holding,
     LookAhead,
     pieces_of,
 )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kvcompress.engine.messages.step import Pack
-from vllm_kvcompress.planning.schedules import Holding
+from vllm_kvcompress.planning.holding import Holding
 
 
 class DestinationBlocks(NamedTuple):

@@ -26,7 +26,8 @@ from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import EveryPiece, Holding, RequestSchedule
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import EveryPiece, RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 

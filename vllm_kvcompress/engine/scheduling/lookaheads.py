@@ -18,7 +18,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import Holding, LookAhead, RequestSchedule
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import LookAhead, RequestSchedule
 
 NOTHING: frozenset[int] = frozenset()
 

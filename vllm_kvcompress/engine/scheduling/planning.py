@@ -16,11 +16,11 @@ from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import SeamError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import (
     AtEnd,
     EveryInterval,
     EveryPiece,
-    Holding,
     LookAhead,
     RequestSchedule,
 )
