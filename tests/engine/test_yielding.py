@@ -14,11 +14,14 @@ import pytest
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, Engine, engine, first_runner, settings
 from test_lookahead import AHEAD, BUDGET, Ahead, ahead
+from test_ngram import FEW, NGRAM
 from vllm_kvcompress.engine.messages.step import BUDGET as TO_BUDGET
 from vllm_kvcompress.engine.messages.step import HALF
 from vllm_kvcompress.settings.config import CompressionConfig
 
 M = 24
+# of fifty, two in which requests are preempted whatever the engine, and what is promised matters
+SEEDS = (6,) if V2 else (6, 30)
 LONGEST = 400
 ASKS: list[dict[str, Any] | None] = [
     *(None, None, None),
@@ -39,6 +42,8 @@ class Kind:
         small: blocks that a load leaves it at least.
         more: settings.
         options: of the engine.
+        asks: of every request, beside what the load gives it.
+        seeds: of its loads.
     """
 
     model: str = "llama-two-layers"
@@ -46,6 +51,8 @@ class Kind:
     small: int = 16
     more: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    asks: dict[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = SEEDS
 
 
 KINDS = {
@@ -55,9 +62,9 @@ KINDS = {
     "pieces": Kind(more={"max_whole": 160, "piece": 96, "window": 8}),
     "bounded": Kind(more={"decode_budget": 96, "decode_interval": BLOCK}),
     "priority": Kind(options={"scheduling_policy": "priority"}),
+    # out of four tokens, or hardly a draft would be made
+    "drafts": Kind(options=NGRAM, asks=FEW, seeds=(7, 17)),
 }
-# of fifty, two in which requests are preempted whatever the engine, and what is promised matters
-SEEDS = (6,) if V2 else (6, 30)
 
 
 def config(yields="preemption", **more):
@@ -134,7 +141,7 @@ def run(llm: Engine, kind: Kind, seed: int) -> dict[str, list[int]]:
     scheduler.scheduler_config.long_prefill_token_threshold = threshold
     done: dict[str, list[int]] = {}
     for index, (prompt, new, wait, ask, priority) in enumerate(requests(seed)):
-        llm.submit(str(index), prompt, new, extra_args=ask, priority=priority)
+        llm.submit(str(index), prompt, new, extra_args=ask, priority=priority, **kind.asks)
         for _ in range(wait):
             done |= {key: list(each.outputs[0].token_ids) for key, each in llm.step().items()}
     done |= llm.drain(limit=5000)
@@ -161,6 +168,7 @@ def started(name: str, folder: Any) -> Any:
     )
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*reflected list")  # of the compiler of vLLM's drafter
 @pytest.mark.parametrize("name", ["async"] if V2 else KINDS)
 def test_no_request_is_preempted_while_another_looks_ahead(
     name, checkpoints_folder, keep_async_scheduling
@@ -168,7 +176,7 @@ def test_no_request_is_preempted_while_another_looks_ahead(
     """However prompts begin, whatever chunks they have and whichever share of the pool is there."""
     with started(name, checkpoints_folder) as llm:
         watched = Watched(llm)
-        for seed in SEEDS:
+        for seed in KINDS[name].seeds:
             done = run(llm, KINDS[name], seed)
             assert {key: len(answer) for key, answer in done.items()} == {
                 str(index): new for index, (_, new, *_) in enumerate(requests(seed))

@@ -73,13 +73,25 @@ class NextStep:
                 new = int(scheduler._reserve_prefill_lookahead(request, computed, new))
             if new <= 0:
                 continue
-            ends[request_id] = computed + new
+            ends[request_id] = computed + self._with_drafts(request, computed, new, known)
             waiting.discard(request_id)
             taken = self._manager.destination_blocks(request_id, computed + new, ())
             destinations += taken.too_few + taken.others
             # a limit per chunk depends on who waits, so what it leaves to others is not known
             room -= new if cap >= room else 1
         return destinations
+
+    def _with_drafts(self, request: Request, computed: int, new: int, known: int) -> int:
+        """So many tokens of a request, and the drafts that vLLM may put behind the last known one.
+
+        They take blocks, though they may be taken back. A look-ahead bounds them, but not once it
+        has given way. What they leave of the step's room to others is not known: there may be none.
+        """
+        drafts = int(self._scheduler.num_spec_tokens)
+        if not drafts or computed + new < known:
+            return new
+        longest = int(self._scheduler.max_model_len) - 1 - computed
+        return max(min(new + drafts, longest), new)
 
     def _longest_chunk(self, room: int) -> int:
         """Tokens of a prompt that one step computes at most."""
