@@ -92,6 +92,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
 
     settings = {
         "compress": name,
+        "lookahead": 0,
         "decode_budget": args.decode_budget,
         "decode_interval": args.decode_interval,
     }

@@ -99,7 +99,9 @@ def contender(budget: float | None, drafts: bool, args: argparse.Namespace) -> C
 
     own: dict[str, Any] = {}
     if budget is not None:
-        own["additional_config"] = {"kvcompress": {"compress": args.method, "budget": budget}}
+        own["additional_config"] = {
+            "kvcompress": {"compress": args.method, "budget": budget, "lookahead": 0}
+        }
     if drafts:
         own["speculative_config"] = {
             "method": "ngram",

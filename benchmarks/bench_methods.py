@@ -47,7 +47,12 @@ class Timed:
             distributed_executor_backend="uni",
             enable_prefix_caching=False,
             additional_config={
-                "kvcompress": {"compress": "cake", "min_prompt": 1, "allow_override": "all"}
+                "kvcompress": {
+                    "compress": "cake",
+                    "min_prompt": 1,
+                    "lookahead": 0,
+                    "allow_override": "all",
+                }
             },
         )
         core = self.llm.llm_engine.engine_core.engine_core

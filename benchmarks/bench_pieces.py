@@ -88,7 +88,7 @@ def contender(piece: int | str, args: argparse.Namespace) -> Contender:
     from vllm_kvcompress.planning.standing import standing_blocks
     from vllm_kvcompress.settings.config import CompressionConfig
 
-    own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
+    own: dict[str, Any] = {"compress": args.method, "budget": args.budget, "lookahead": 0}
     if isinstance(piece, int):
         own |= {"max_whole": max(piece, 1024), "piece": piece}
     longest = args.tokens + 256

@@ -61,7 +61,7 @@ def contender(cache: str, budget: float | None, args: argparse.Namespace) -> Con
 
     own: dict[str, Any] = {}
     if budget is not None:
-        compress = {"compress": args.method, "budget": budget}
+        compress = {"compress": args.method, "budget": budget, "lookahead": 0}
         own = {"additional_config": {"kvcompress": compress}}
     longest = args.tokens + 512
     llm = LLM(

@@ -69,8 +69,12 @@ def leave_async_scheduling(monkeypatch: Any) -> None:
 
 
 def settings(compress: str = "cake", budget: float | int = 0.2, **more: Any) -> dict[str, Any]:
-    """``additional_config`` for a compressed test engine: every prompt from 128 tokens on."""
-    return {"kvcompress": {"compress": compress, "budget": budget, "min_prompt": 128, **more}}
+    """``additional_config`` for a compressed test engine: every prompt from 128 tokens on.
+
+    Packed at the end of their prefill, whatever the method's own look-ahead, unless one is given.
+    """
+    usual = {"min_prompt": 128, "lookahead": 0}
+    return {"kvcompress": {"compress": compress, "budget": budget, **usual, **more}}
 
 
 class Engine:

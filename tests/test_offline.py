@@ -112,6 +112,21 @@ def test_equals_the_reference_where_a_sink_takes_part_of_every_row(preset):
     equals_the_reference(preset, "gqa", 0.5, sinks.view(layers, heads))
 
 
+@pytest.mark.parametrize("answered", [8, 40])
+@pytest.mark.parametrize("preset", ["cake", "cake-chunk", "tova", "pyramidkv", "fastcaote"])
+def test_equals_the_reference_where_the_answer_judges(preset, answered):
+    """Its tokens are kept beside the prompt's budget, and no query of the prompt is read."""
+    equals_the_reference(preset, "gqa", 0.5, answered=answered)
+    if answered > 32:
+        equals_the_reference(preset, "smol", 0.37, answered=answered)
+
+
+def test_a_look_ahead_needs_a_prompt_before_its_answer():
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    with pytest.raises(ValueError, match=r"lookahead=101 says; got 101 tokens. Give more"):
+        compress(q, k, v, policy={"compress": "cake", "lookahead": 101}, budget=0.5)
+
+
 @pytest.mark.parametrize("preset", ["snapkv", "h2o"])
 def test_a_scale_may_be_a_whole_number(preset):
     q, k, v = inputs(*SHAPES["gqa"], seed=1)
@@ -120,17 +135,20 @@ def test_a_scale_may_be_a_whole_number(preset):
         assert torch.equal(own, other)
 
 
-def equals_the_reference(preset, shape, ratio, sinks=None):
+def equals_the_reference(preset, shape, ratio, sinks=None, answered=0):
     w = WINDOWS.get(preset, 32)
+    if answered:
+        w = min(w if preset == "tova" else 32, answered)
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
     q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
-    got = compress(q, k, v, policy=preset, budget=ratio, sinks=sinks)
+    policy = {"compress": preset, **({"lookahead": answered} if answered else {})}
+    got = compress(q, k, v, policy=policy, budget=ratio, sinks=sinks)
     exact = [tuple(x[i].double().numpy() for x in (q, k, v)) for i in range(layers)]
     if sinks is not None:
         own = sinks.double().numpy()
         exact = [(ref.with_sinks(q, own[i]), k, v) for i, (q, k, v) in enumerate(exact)]
     scores = [scores_of(preset, *layer, w) for layer in exact]
-    base = max(math.floor(ratio * tokens), w + 1) - w
+    base = max(math.floor(ratio * (tokens - answered)), w + 1) + answered - w
     budgets = budgets_of(preset, exact, scores, base, ratio, w)
     assert got.budgets == [b + w for b in budgets]
     for layer, score in enumerate(scores):
@@ -229,7 +247,7 @@ def cases(draw):
 def test_what_is_kept_is_exact_and_in_place(case):
     preset, (q, k, v), budget, page = case
     layers, kv_heads, tokens, _ = k.shape
-    made = CompressionConfig.parse({"compress": preset, "budget": budget})
+    made = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
     got = compress(q, k, v, policy=preset, budget=budget, page_size=page)
     mean = made.tokens_per_layer(tokens)
     total = made.prompt(layers, tokens).kept

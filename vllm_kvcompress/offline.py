@@ -19,6 +19,8 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.rows import Rows
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -67,7 +69,9 @@ def compress(
         keys: ``[L, Hkv, S, D]``, rotated.
         values: ``[L, Hkv, S, D]``.
         policy: a preset, or settings as in ``--kv-compress-config``; those that only an engine
-            needs (`min_prompt`, `log_requests`) have no effect.
+            needs (`min_prompt`, `log_requests`) have no effect. All S tokens are the prompt's,
+            unless `lookahead` is among the settings: then the last so many are its answer's, which
+            are kept, and judge the others.
         budget: a ratio in (0, 1] or whole tokens per layer, window included. A ratio is exact as
             written: 0.7 of 90 tokens is 63, where floating point says 62.
         page_size: tokens that are kept or dropped together; 1 is the method's exact budget, the
@@ -92,18 +96,42 @@ def compress(
         )
     raw_settings: Any = {"compress": policy} if isinstance(policy, str) else policy
     if isinstance(raw_settings, Mapping):
-        raw_settings = {**raw_settings, "budget": budget}
+        raw_settings = {"lookahead": 0, **raw_settings, "budget": budget}
     settings = CompressionConfig.parse(raw_settings)
     if not settings.enabled:
         raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
     method = method_of(settings)
     layers, _, tokens, dim = keys.shape
-    plan = page_plan(settings.prompt(layers, tokens), page_size)
+    plan = _plan(settings, layers, tokens, page_size)
     if plan is None:
         return _whole(keys, values)
     rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks)
     observed = _observe(method, plan, rows, queries)
     return _collect(method, plan, rows, observed, keys, values)
+
+
+def _plan(settings: CompressionConfig, layers: int, tokens: int, page_size: int) -> PagePlan | None:
+    """How much is kept of `tokens`; None where that is all."""
+    answered = settings.resolved_lookahead
+    if not answered:
+        return page_plan(settings.prompt(layers, tokens), page_size)
+    prompt = tokens - answered
+    if prompt < 1:
+        raise ValueError(
+            f"compress: the tensors must hold a prompt and the {answered} tokens of its answer that"
+            f" lookahead={answered} says; got {tokens} tokens. Give more of them, or set lookahead"
+            " to 0"
+        )
+    ahead = LookAhead(
+        settings=settings,
+        num_layers=layers,
+        block_size=page_size,
+        prompt=prompt,
+        last=tokens + 2,
+        prefilled=prompt,
+        standing=0,
+    )
+    return ahead.plan(Holding(num_layers=layers, block_size=page_size), tokens)
 
 
 def _rows(

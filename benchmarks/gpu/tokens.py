@@ -36,7 +36,7 @@ DECODES = 40  # steps whose graphs are looked at
 
 
 def settings(method: str, budget: float | int, *, least: int = MIN_PROMPT) -> dict[str, Any]:
-    return {"compress": method, "budget": budget, "min_prompt": least}
+    return {"compress": method, "budget": budget, "min_prompt": least, "lookahead": 0}
 
 
 def options(backend: str, mode: str, *, dry: bool) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         (exchange.FULL, 1.0, "auto", None),
         (FP8, 0.5, "fp8", None),
     ]
-    ours = {"compress": METHOD, "min_prompt": 64}
+    ours = {"compress": METHOD, "lookahead": 0, "min_prompt": 64}
     cases += [(METHOD, b, "auto", {**ours, "budget": b}) for b in args.budgets]
     full: dict[str, torch.Tensor] = {}
     if all((name, budget) in have for name, budget, _, _ in cases):

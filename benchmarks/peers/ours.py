@@ -56,7 +56,7 @@ def _averaged(allocator: str) -> dict[str, Any]:
 
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"compress": name} for name in PRESETS if name not in LEFT_OUT},
+    **{name: {"compress": name, "lookahead": 0} for name in PRESETS if name not in LEFT_OUT},
     "snapkv, pooled as kvpress": _averaged("uniform"),
     "pyramidkv, pooled as kvpress": _averaged("pyramid"),
     "keydiff, no window": {

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.methods.presets import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import YIELDS
 from vllm_kvcompress.settings.overrides import settings_for
@@ -72,12 +72,34 @@ def test_three_words_say_when_it_yields():
             CompressionConfig.parse({"compress": "cake", "lookahead_yields": word})
 
 
-def test_without_one_nothing_changes():
-    assert [CompressionConfig.parse({"compress": name}).resolved_lookahead for name in PRESETS] == [
-        0
-    ] * len(PRESETS)
+def test_only_the_recommended_preset_looks_ahead_by_itself():
+    """The papers' presets are packed when their prefill ends."""
+    own = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
+    assert {name for name in PRESETS if own[name].resolved_lookahead} == {RECOMMENDED}
     zero = CompressionConfig.parse({"compress": "cake", "lookahead": 0})
     assert zero.resolved_window == PRESETS["cake"].window
+
+
+@pytest.mark.parametrize(
+    ("more", "lookahead", "window"),
+    [
+        ({}, 32, 32),
+        ({"lookahead": 0}, 0, 16),
+        ({"lookahead": 16}, 16, 16),
+        ({"lookahead": 64}, 64, 32),
+        ({"window": 8}, 32, 8),
+        ({"window": 64}, 32, 32),
+        ({"window": 64, "lookahead": 0}, 0, 64),
+        ({"allocator": "uniform"}, 32, 32),
+        ({"scorer": "caote"}, 0, 32),
+        ({"scorer": "lagkv", "selector": "topk"}, 0, 32),
+    ],
+)
+def test_a_presets_own_look_ahead_goes_with_its_scorer(more, lookahead, window):
+    """By a prompt's end it judges with fewer queries than by an answer's beginning."""
+    own = CompressionConfig.parse({"compress": RECOMMENDED, **more})
+    assert (own.resolved_lookahead, own.resolved_window) == (lookahead, window)
+    assert CompressionConfig.parse(own.to_additional_config()) == own
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ class Preset:
         merge: whether evicted tokens are folded into their nearest kept ones, or "values": their
             values alone.
         lookahead: tokens of an answer that its prompt stays whole for, and that judge it then.
+        answer_window: observation window where an answer judges; None takes `window`. A prompt's
+            last tokens are mostly the chat template's, an answer's are not, so it may be longer.
     """
 
     allocator: str
@@ -36,6 +38,7 @@ class Preset:
     selector_params: Params = ()
     merge: Merge = False
     lookahead: int = 0
+    answer_window: int | None = None
 
 
 _DEFENSIVE: Params = (("aggregate", "defensive"), ("value_norm", True))
@@ -73,6 +76,8 @@ PRESETS: Mapping[str, Preset] = {
         selector="chunks",
         scorer_params=(("aggregate", "max"),),
         selector_params=(("size", 20),),
+        lookahead=32,
+        answer_window=32,
     ),
     "random": Preset(allocator="uniform", scorer="random", window=32),
 }

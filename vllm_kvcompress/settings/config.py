@@ -307,24 +307,25 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
             preset = PRESETS[self.compress]
         scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
         selector = self.selector or preset.selector
-        window = preset.window if self.window is None else self.window
-        if self.window is None and (scorer != preset.scorer or scorer in CAOTES):
-            window = usual_window(allocator, scorer, self._base)
+        as_preset = scorer == preset.scorer and scorer not in CAOTES
+        usual = preset.window if as_preset else usual_window(allocator, scorer, self._base)
         return Preset(
             allocator=allocator,
             scorer=scorer,
             selector=selector,
-            window=window,
+            window=usual if self.window is None else self.window,
             scorer_params=preset.scorer_params if scorer == preset.scorer else (),
             selector_params=preset.selector_params if selector == preset.selector else (),
             merge=preset.merge if self.merge is None else self.merge,
-            lookahead=preset.lookahead,
+            lookahead=preset.lookahead if as_preset else 0,
+            answer_window=preset.answer_window if as_preset and self.window is None else None,
         )
 
     @property
     def resolved_window(self) -> int:
         """Observation window in tokens; no longer than a look-ahead, whose queries alone judge."""
-        own, ahead = self.parts.window, self.resolved_lookahead
+        parts, ahead = self.parts, self.resolved_lookahead
+        own = parts.window if parts.answer_window is None or not ahead else parts.answer_window
         return min(own, ahead) if ahead else own
 
     @property
