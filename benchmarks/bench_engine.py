@@ -7,7 +7,7 @@ does falls on all of them. Steps are timed, not runs: a step that computes a par
 prefill step, one that computes only decodes is a decode step.
 
 * off: vLLM without the plugin's setting
-* on: compressed
+* on: compressed; with `--lookahead` its answers' first steps are timed apart, before it is packed
 * bound: vLLM alone with prompts of budget x prompt tokens: what decoding costs when nothing is
   left of the dropped tokens, so the most that any compression can win on this machine
 * idle: plugin on, every prompt under the threshold
@@ -34,6 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--method", default="cake")
     parser.add_argument("--budget", type=float, default=0.1)
+    parser.add_argument("--lookahead", type=int, default=0, help="0 packs when a prefill ends")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=6000, help="tokens per prompt")
     parser.add_argument("--steps", type=int, default=48, help="decode steps to time")
@@ -76,7 +77,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
 
     from vllm_kvcompress.serving.text import english
 
-    settings = {"compress": args.method, "budget": args.budget}
+    settings = {"compress": args.method, "budget": args.budget, "lookahead": args.lookahead}
     if name in ("idle", "ready"):
         settings["min_prompt"] = LONG
     if name == "ready":
@@ -96,7 +97,9 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
         time_compression(made)
     length = int(args.budget * args.prompt) if name == "bound" else args.prompt
     ids = llm.get_tokenizer().encode(english()[: args.batch * args.prompt * 8])
-    new = args.steps + args.batch * 8 + 64  # nobody finishes while others are timed
+    new = (
+        args.lookahead + args.steps + args.batch * 8 + 64
+    )  # nobody finishes while others are timed
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for i in range(args.batch):
         prompt = ids[i * length : (i + 1) * length]
@@ -124,7 +127,11 @@ def time_compression(made: Contender) -> None:
 
 
 def race(contenders: dict[str, Contender], steps: int) -> None:
-    """Prefill everybody in turns, then decode everybody in turns; the first steps warm up."""
+    """Prefill everybody in turns, then decode everybody in turns.
+
+    Those whose prefill ends first decode beside the others' prefills, which warms them up. Steps of
+    a look-ahead are among the first.
+    """
     while any(one.prefilling for one in contenders.values()):
         for one in contenders.values():
             if one.prefilling:
@@ -136,6 +143,7 @@ def race(contenders: dict[str, Contender], steps: int) -> None:
 
 def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, Any]:
     decode = {name: one.decode[-args.steps :] for name, one in contenders.items()}
+    ahead = {name: one.decode[: args.lookahead] for name, one in contenders.items()}
 
     def ratio(a: str, b: str) -> float:
         """Median over steps that followed each other."""
@@ -155,12 +163,16 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         ratios[f"{name}_prefill_step"] = round(statistics.median(x / y for x, y in pairs), 3)
     for name in {"idle", "ready"} & contenders.keys() if "off" in contenders else ():
         ratios[f"{name}_decode_step"] = ratio(name, "off")
+    if args.lookahead and {"off", "on"} <= contenders.keys():
+        pairs = zip(ahead["on"], ahead["off"], strict=True)
+        ratios["lookahead_decode_step"] = round(statistics.median(x / y for x, y in pairs), 3)
     return {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_engine.py", *sys.argv[1:]]),
         "commit": commit(),
         "shapes": {
             **{"batch": args.batch, "prompt_tokens": args.prompt, "budget": args.budget},
+            **{"method": args.method, "lookahead": args.lookahead},
             **{"dtype": args.dtype, "compiled": args.compile, "decode_steps": args.steps},
         },
         "configurations": {
@@ -180,7 +192,7 @@ def main() -> None:
     args = parse_args()
     in_this_process(cache_gib=4)
     contenders = {name: contender(name, args) for name in args.only}
-    race(contenders, args.steps)
+    race(contenders, args.lookahead + args.steps)
     result = report(args, contenders)
     tell(result, args.output)
 

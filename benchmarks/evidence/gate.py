@@ -1,18 +1,22 @@
-"""The recommended preset against its floor: `make gate`.
+"""The recommended preset against its floors: `make gate`.
 
-    python -m benchmarks.evidence.gate               # ten minutes
+    python -m benchmarks.evidence.gate               # twenty minutes
     python -m benchmarks.evidence.gate --short       # what the tests run
     python -m benchmarks.evidence.gate --write       # measure the floors anew
 
-The prompts are always the same ones, so that code alone can change what is measured. A floor is the
-lower end of the 95 % interval that was measured when it was written, and a ceiling of KL the upper
-end. `random` must stay below the floors: a gate that lets it through would let anything through.
+The prompts are always the same ones, so that code alone can change what is measured. Needles judge
+what the preset keeps when a prefill ends, since most are named within the tokens of a look-ahead.
+Ordinary requests judge the preset as it is, from the first token on that may read a packed prompt.
+
+A floor is the lower end of the 95 % interval that was measured when it was written, and a ceiling
+of KL the upper end. Something worse must not pass: `random` with needles, and the preset without
+its look-ahead with ordinary requests. A gate that lets these through would let anything through.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.evidence.__main__ import measure, methods_of, read_items
-from benchmarks.evidence.cells import ALL, Cell, cells
+from benchmarks.evidence.cells import ALL, ORDINARY, Cell, cells
 from benchmarks.evidence.reader import Reader
-from benchmarks.evidence.variants import RECOMMENDED
-from vllm_kvcompress.compare.tasks import build_items
+from benchmarks.evidence.variants import AT_ONCE
+from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
+from vllm_kvcompress.compare.tasks import Item, build_items
+from vllm_kvcompress.methods.presets import RECOMMENDED
 
 FLOORS = Path(__file__).with_name("floors.json")
 CHANCE = "random"
+PLACE = "from 33"
+"""Tokens of an answer: the preset's look-ahead ends before them."""
+NEEDLES, REQUESTS = "needles", "requests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +44,12 @@ class Size:
     """How much is measured.
 
     Args:
-        tasks: of TASKS.
+        tasks: of TASKS, whose right answers are known.
         tokens: longest prompt.
         texts: texts of each task, each asked `per_text` questions.
         budgets: each has a floor. On short prompts little is left of a small one.
+        instructions: tasks of ordinary requests.
+        requests: of each of them, half before their text and half after it.
     """
 
     tasks: tuple[str, ...]
@@ -46,6 +57,8 @@ class Size:
     texts: int
     per_text: int
     budgets: tuple[float, ...]
+    instructions: tuple[str, ...]
+    requests: int
 
 
 SIZES = {
@@ -55,9 +68,44 @@ SIZES = {
         texts=12,
         per_text=3,
         budgets=(0.2, 0.1),
+        instructions=tuple(INSTRUCTIONS),
+        requests=4,
     ),
-    "short": Size(tasks=("niah-multikey-1",), tokens=1100, texts=3, per_text=4, budgets=(0.3, 0.2)),
+    "short": Size(
+        tasks=("niah-multikey-1",),
+        tokens=1100,
+        texts=3,
+        per_text=4,
+        budgets=(0.3, 0.2),
+        instructions=("explain",),
+        requests=2,
+    ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some prompts that are judged alike.
+
+    Args:
+        ours: what has a floor.
+        worse: what must not pass.
+        task: under which all the prompts are one cell.
+    """
+
+    ours: str
+    worse: str
+    task: str
+
+
+PARTS: Mapping[str, Part] = {
+    NEEDLES: Part(ours=AT_ONCE, worse=CHANCE, task=ALL),
+    REQUESTS: Part(ours=RECOMMENDED, worse=AT_ONCE, task=ORDINARY),
+}
+Found = Mapping[str, Mapping[tuple[str, float], Cell]]
+"""Cells by part, and in it by method and budget."""
+Floors = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""By part and budget: the share that must be reached at least, and the KL at most."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,9 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     floors = json.loads(FLOORS.read_text()) if FLOORS.exists() else {}
     if args.write:
         floors[size] = {
-            str(budget): floor_of(cell)
-            for (method, budget), cell in found.items()
-            if method == RECOMMENDED
+            name: {
+                str(budget): floor_of(cell)
+                for (method, budget), cell in found[name].items()
+                if method == part.ours
+            }
+            for name, part in PARTS.items()
         }
         FLOORS.write_text(json.dumps(floors, indent=2) + "\n")
     faults = judge(found, floors[size])
@@ -85,75 +136,115 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def measured(reader: Reader, model: str, size: Size) -> dict[tuple[str, float], Cell]:
-    """Cells of the recommended preset and of chance, by method and budget."""
-    methods = methods_of([RECOMMENDED, CHANCE])
-    todo = [(name, budget) for name in methods for budget in size.budgets]
-    items = build_items(
-        size.tasks,
-        count=size.texts * size.per_text,
-        tokens=size.tokens,
-        seed=1,
-        question="last",
-        count_tokens=reader.count_tokens,
-        questions_per_text=size.per_text,
-    )
+def measured(reader: Reader, model: str, size: Size) -> Found:
+    """Cells of what has a floor and of what must not pass."""
+    return {name: _measured(reader, model, size, name) for name in PARTS}
+
+
+def _measured(
+    reader: Reader, model: str, size: Size, name: str
+) -> Mapping[tuple[str, float], Cell]:
+    part = PARTS[name]
+    methods = methods_of([part.ours, part.worse])
+    todo = [(method, budget) for method in methods for budget in size.budgets]
     results: list[dict[str, Any]] = []
-    where = {"model": model, "question": "last", "tokens": size.tokens}
-    for item, prompt in read_items(reader, items, lambda _: True, sums=False):
-        for line in measure(reader, item, prompt, todo, methods):
-            results.append({**where, "task": item.task, "group": item.group, **line})
-    return {(c.method, c.budget): c for c in cells(results) if c.task == ALL}
+    # of two places of a question, but judged together
+    where = {"model": model, "question": "", "tokens": size.tokens}
+    for items in _items(reader, size, name):
+        for item, prompt in read_items(reader, items, lambda _: True, sums=False):
+            for line in measure(reader, item, prompt, todo, methods, own_answers=False):
+                results.append({**where, "task": item.task, "group": item.group, **line})
+    return {(c.method, c.budget): c for c in cells(results) if c.task == part.task}
+
+
+def _items(reader: Reader, size: Size, name: str) -> Iterator[list[Item]]:
+    """The prompts, by where their question stands."""
+    if name == NEEDLES:
+        yield build_items(
+            size.tasks,
+            count=size.texts * size.per_text,
+            tokens=size.tokens,
+            seed=1,
+            question="last",
+            count_tokens=reader.count_tokens,
+            questions_per_text=size.per_text,
+        )
+        return
+    for seed, place in enumerate(("first", "last"), 1):
+        yield build_items(
+            size.instructions,
+            count=size.requests // 2,
+            tokens=size.tokens,
+            seed=seed,
+            question=place,
+            count_tokens=reader.count_tokens,
+            questions_per_text=1,
+        )
+
+
+def shares(cell: Cell) -> tuple[float, float, float, float]:
+    """A cell's share and the lower end of its interval, and its KL and the upper end of that.
+
+    Of needles the share of what the full cache names, of ordinary requests that of equal tokens.
+    """
+    if cell.score is not None:
+        assert cell.kl is not None
+        return cell.score.mean, cell.score.low, cell.kl.mean, cell.kl.high
+    behind = cell.along[PLACE]
+    return behind.top1.mean, behind.top1.low, behind.kl.mean, behind.kl.high
 
 
 def floor_of(cell: Cell) -> dict[str, float]:
-    assert cell.score is not None
-    assert cell.kl is not None
-    return {"score": round(cell.score.low, 4), "kl": round(cell.kl.high, 4)}
+    _, low, _, high = shares(cell)
+    return {"share": round(low, 4), "kl": round(high, 4)}
 
 
-def judge(
-    found: Mapping[tuple[str, float], Cell], floors: Mapping[str, Mapping[str, float]]
-) -> list[str]:
+def judge(found: Found, floors: Floors) -> list[str]:
     """What is wrong, a sentence each."""
     faults = []
-    for budget, floor in ((float(key), each) for key, each in floors.items()):
-        ours, chance = found[RECOMMENDED, budget], found[CHANCE, budget]
-        if ours.score.mean < floor["score"]:
-            faults.append(
-                f"{RECOMMENDED} at {budget} must answer at least {floor['score']:.1%} of what the"
-                f" full cache answers, and answers {ours.score.mean:.1%}"
-            )
-        if ours.kl is None or ours.kl.mean > floor["kl"]:
-            kl = "nothing" if ours.kl is None else f"{ours.kl.mean:.4f}"
-            faults.append(
-                f"{RECOMMENDED} at {budget} must stay within {floor['kl']} nats per token of the"
-                f" full cache, and measured {kl}"
-            )
-        if chance.score.mean >= floor["score"]:
-            faults.append(
-                f"the floor at {budget}, {floor['score']:.1%}, would let {CHANCE} through with"
-                f" {chance.score.mean:.1%}: ask more or harder prompts"
-            )
+    for name, part in PARTS.items():
+        for budget, floor in ((float(key), each) for key, each in floors[name].items()):
+            share, _, kl, _ = shares(found[name][part.ours, budget])
+            least, _, moved, _ = shares(found[name][part.worse, budget])
+            if share < floor["share"]:
+                faults.append(
+                    f"{name}: {part.ours} at {budget} must answer at least {floor['share']:.1%} as"
+                    f" the full cache does, and answers {share:.1%}"
+                )
+            if kl > floor["kl"]:
+                faults.append(
+                    f"{name}: {part.ours} at {budget} must stay within {floor['kl']} nats per token"
+                    f" of the full cache, and measured {kl:.4f}"
+                )
+            if least >= floor["share"] and moved <= floor["kl"]:
+                faults.append(
+                    f"{name}: the floors at {budget}, {floor['share']:.1%} and {floor['kl']} nats,"
+                    f" would let {part.worse} through with {least:.1%} and {moved:.4f}: ask more or"
+                    " harder prompts"
+                )
     return faults
 
 
-def table(
-    found: Mapping[tuple[str, float], Cell], floors: Mapping[str, Mapping[str, float]]
-) -> Table:
-    made = Table("method", "budget", "score", "95 %", "floor", "KL", "ceiling", "prompts")
-    for (method, budget), cell in found.items():
-        floor = floors[str(budget)] if method == RECOMMENDED else None
-        made.add_row(
-            method,
-            f"{budget:g}",
-            f"{cell.score.mean:.1%}",
-            f"{cell.score.low:.1%} to {cell.score.high:.1%}",
-            f"{floor['score']:.1%}" if floor else "",
-            f"{cell.kl.mean:.3f}" if cell.kl else "",
-            f"{floor['kl']:.3f}" if floor else "",
-            str(cell.score.prompts),
-        )
+def table(found: Found, floors: Floors) -> Table:
+    made = Table(
+        "prompts", "method", "budget", "share", "least", "floor", "KL", "most", "ceiling", "number"
+    )
+    for name, here in found.items():
+        for (method, budget), cell in here.items():
+            share, low, kl, high = shares(cell)
+            floor = floors[name][str(budget)] if method == PARTS[name].ours else None
+            made.add_row(
+                name,
+                method,
+                f"{budget:g}",
+                f"{share:.1%}",
+                f"{low:.1%}",
+                f"{floor['share']:.1%}" if floor else "",
+                f"{kl:.3f}",
+                f"{high:.3f}",
+                f"{floor['kl']:.3f}" if floor else "",
+                str(cell.same.prompts),
+            )
     return made
 
 

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
 from benchmarks.evidence.cells import ALL, Cell
-from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
+from benchmarks.evidence.variants import AT_ONCE, VARIANTS
 
 _COLUMNS = 2
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
 _NAMED = {
-    RECOMMENDED: ("#b5342f", "o", 2.4),
+    AT_ONCE: ("#b5342f", "o", 2.4),
     "chunkkv": ("#2171b5", "s", 1.4),
     "cake": ("#d9730d", "^", 1.4),
     "snapkv": ("#3f9b5f", "D", 1.4),
@@ -26,7 +26,7 @@ _NAMED = {
 def save_picture(found: Sequence[Cell], path: Path) -> None:
     """Scores over all tasks; methods without a colour of their own are thin lines behind."""
     shown = [
-        c for c in found if c.task == ALL and (c.method not in VARIANTS or c.method == RECOMMENDED)
+        c for c in found if c.task == ALL and (c.method not in VARIANTS or c.method == AT_ONCE)
     ]
     places = list(dict.fromkeys((c.model, c.question, c.tokens) for c in shown))
     columns = max(1, min(len(places), _COLUMNS))

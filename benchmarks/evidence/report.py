@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.evidence.along import LEGEND, along
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.variants import RECOMMENDED, VARIANTS
+from benchmarks.evidence.variants import AT_ONCE, RECOMMENDED, VARIANTS
 from vllm_kvcompress.compare.tasks import KNOWN
 
 Where = tuple[str, str, int]
@@ -74,7 +74,7 @@ def markdown(
 
 
 def _only_variants() -> set[str]:
-    return set(VARIANTS) - {RECOMMENDED}
+    return set(VARIANTS) - {AT_ONCE}
 
 
 def _on_the_same_prompts(results: Sequence[dict[str, Any]], place: Where) -> list[Cell]:
@@ -89,7 +89,7 @@ def _on_the_same_prompts(results: Sequence[dict[str, Any]], place: Where) -> lis
     measured: dict[str, set[tuple[str, float]]] = {}
     for line in lines:
         measured.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-    wanted = {(name, budget) for name in (*others, RECOMMENDED) for budget in budgets}
+    wanted = {(name, budget) for name in (*others, AT_ONCE) for budget in budgets}
     shared = {item for item, have in measured.items() if wanted <= have}
     kept = [line for line in lines if line["item"] in shared and line["budget"] in budgets]
     return [cell for cell in cells(kept) if cell.task == ALL]
@@ -133,7 +133,7 @@ def _table(found: Sequence[Cell]) -> str:
     header += [f"KL, {b:g}" for b in budgets]
     rows = []
     for method in sorted(methods, key=rank):
-        named = f"**`{method}`**" if method == RECOMMENDED else f"`{method}`"
+        named = f"**`{method}`**" if method in (RECOMMENDED, AT_ONCE) else f"`{method}`"
         of = [by.get((method, budget)) for budget in budgets]
         scores = [_score(cell, most) for cell in of if asked]
         rows.append([named, *scores, *(_kl(cell) for cell in of)])

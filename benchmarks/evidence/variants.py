@@ -1,10 +1,16 @@
-"""The recommended preset with one part exchanged at a time."""
+"""The recommended preset with one part exchanged at a time, packed when the prefill ends.
+
+There a needle tells parts apart: most are named within the tokens of a look-ahead.
+"""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvcompress.methods.presets import RECOMMENDED
+
+AT_ONCE = f"{RECOMMENDED}, lookahead 0"
+"""What the recommended preset is called where no answer judges, as with all other presets."""
 
 _RECOMMENDED: Mapping[str, Any] = {
     "compress": "custom",
@@ -40,7 +46,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 
 VARIANTS: Mapping[str, str] = {
-    RECOMMENDED: json.dumps(_RECOMMENDED),
+    AT_ONCE: json.dumps(_RECOMMENDED),
     **{name: json.dumps({**_RECOMMENDED, **change}) for name, change in _CHANGES.items()},
 }
 """Name to settings, as ``--kv-compress-config`` takes them."""

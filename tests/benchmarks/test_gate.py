@@ -8,7 +8,6 @@ import pytest
 from benchmarks.evidence import gate
 from benchmarks.evidence.cells import cells
 from benchmarks.evidence.reader import Reader
-from benchmarks.evidence.variants import RECOMMENDED
 
 
 @pytest.fixture(scope="module")
@@ -28,28 +27,29 @@ def test_the_recommended_preset_stays_above_its_floors(short, floors):
     assert gate.judge(short, floors["short"]) == []
 
 
-def test_chance_in_its_place_is_refused(short, floors):
-    swapped = {
-        **short,
-        **{(RECOMMENDED, budget): short[gate.CHANCE, budget] for budget in BUDGETS},
-    }
-    faults = gate.judge(swapped, floors["short"])
-    assert sum("must answer at least" in fault for fault in faults) == len(BUDGETS)
-    assert sum("nats per token" in fault for fault in faults) == len(BUDGETS)
+@pytest.mark.parametrize("name", list(gate.PARTS))
+def test_something_worse_in_its_place_is_refused(short, floors, name):
+    part = gate.PARTS[name]
+    swapped = {(part.ours, budget): short[name][part.worse, budget] for budget in BUDGETS}
+    faults = gate.judge({**short, name: {**short[name], **swapped}}, floors["short"])
+    assert all(fault.startswith(f"{name}: {part.ours}") for fault in faults)
+    assert all(any(f" {budget} must" in fault for fault in faults) for budget in BUDGETS)
 
 
-def test_floors_that_let_chance_through_are_refused(short):
-    low = {str(budget): {"score": 0.0, "kl": 9.0} for budget in BUDGETS}
-    faults = gate.judge(short, low)
-    assert len(faults) == len(BUDGETS)
+def test_floors_that_let_something_worse_through_are_refused(short):
+    low = {str(budget): {"share": 0.0, "kl": 99.0} for budget in BUDGETS}
+    faults = gate.judge(short, dict.fromkeys(gate.PARTS, low))
+    assert len(faults) == len(BUDGETS) * len(gate.PARTS)
     assert "would let random through" in faults[0]
 
 
 def test_the_full_gates_floors_are_of_its_budgets(floors):
-    assert set(floors["full"]) == {str(budget) for budget in gate.SIZES["full"].budgets}
-    for floor in floors["full"].values():
-        assert 0.2 < floor["score"] <= 1.0
-        assert 0.0 < floor["kl"] < 3.0
+    assert floors["full"].keys() == gate.PARTS.keys()
+    for part in floors["full"].values():
+        assert set(part) == {str(budget) for budget in gate.SIZES["full"].budgets}
+        for floor in part.values():
+            assert 0.2 < floor["share"] <= 1.0
+            assert 0.0 < floor["kl"] < 3.0
 
 
 def line(**changes):
@@ -93,10 +93,12 @@ def test_a_text_that_nothing_is_asked_of_has_no_score_and_joins_no_other_task():
 
 
 def test_judging_takes_the_mean_and_not_the_luck_of_an_interval(short, floors):
-    cell = short[RECOMMENDED, BUDGETS[0]]
-    floor = floors["short"][str(BUDGETS[0])]["score"]
+    ours, budget = gate.PARTS[gate.NEEDLES].ours, BUDGETS[0]
+    cell = short[gate.NEEDLES][ours, budget]
+    floor = floors["short"][gate.NEEDLES][str(budget)]["share"]
     worse = replace(cell, score=replace(cell.score, mean=floor - 0.01))
-    assert len(gate.judge({**short, (RECOMMENDED, BUDGETS[0]): worse}, floors["short"])) == 1
+    swapped = {**short[gate.NEEDLES], (ours, budget): worse}
+    assert len(gate.judge({**short, gate.NEEDLES: swapped}, floors["short"])) == 1
 
 
 def ordinary(**changes):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from processor import AVX512
 from vllm_kvcompress.demo import __main__ as demo
 from vllm_kvcompress.demo.__main__ import parse_args
-from vllm_kvcompress.demo.ask import Reply, Run, summary
+from vllm_kvcompress.demo.ask import Reply, Run, _per_token, summary
 from vllm_kvcompress.demo.questions import (
     CHOSEN,
     QUESTIONS,
@@ -25,7 +25,7 @@ from vllm_kvcompress.demo.questions import (
     noted_text,
     surest,
 )
-from vllm_kvcompress.demo.report import save_picture, show
+from vllm_kvcompress.demo.report import save_picture, show, show_request
 from vllm_kvcompress.serving import process as server
 from vllm_kvcompress.serving.process import Compressed, compressed_requests
 from vllm_kvcompress.serving.text import QUESTION, english, long_prompt
@@ -44,6 +44,7 @@ PEP = Question("Type hints are PEP 484.", "Which PEP?", "484")
 def run(compressed: Compressed | None, blocks: float, answer: str = "PEP 484.") -> Run:
     return Run(
         answer=answer,
+        token_ids=(7, *answer.encode()),
         first_token="PE",
         first_token_id=7,
         prompt_tokens=6036,
@@ -166,6 +167,7 @@ def test_run_is_the_first_answer_up_to_its_end_and_the_median_times(demo_model):
     ]
     made = summary(replies, tokenizer)
     assert made.answer == "Typing, of course."
+    assert made.token_ids == tuple(ids)
     assert (made.first_token_id, made.first_token) == (ids[0], tokenizer.decode(ids[0]))
     assert (made.first_token_s, made.token_s, made.blocks, made.requests) == (12.0, 0.11, 6.0, 3)
     endless = summary(replies[1:], tokenizer)
@@ -213,6 +215,54 @@ def test_report_compares_the_first_tokens():
     assert status == 1
     assert "'PE', another" in text
     assert "The first token differs" in text
+
+
+AHEAD = compressed_requests(LINE.replace("lookahead=0", "lookahead=2"))[0]
+
+
+def test_report_compares_the_tokens_of_a_look_ahead():
+    """So many and the first one come from the full cache."""
+    alike = run(AHEAD, 21.0, answer="PE, as I said")
+    status, text = report(alike)
+    assert status == 0
+    assert "They went back after 2 tokens of the answer" in text
+    status, text = report(replace(alike, token_ids=(7, *b"Pf")))
+    assert status == 1
+    assert "The first 3 tokens differ, and they come from the full cache: report this" in text
+
+
+def request_report(on: Run) -> tuple[int, str]:
+    out = io.StringIO()
+    status = show_request(
+        run(None, 190.0, "PE is a [paper]"), on, request="Why?", console=Console(file=out)
+    )
+    return status, out.getvalue()
+
+
+def test_report_of_an_ordinary_request_says_how_far_both_answers_agree():
+    status, text = request_report(run(AHEAD, 21.0, "PE is an enhancement"))
+    assert status == 0
+    assert "PE is a [paper]" in text
+    assert "PE is an enhancement" in text
+    assert "the same for 8 of 16 tokens, and go on in other words" in text
+    assert (
+        "The same answer, all 16 tokens." in request_report(run(AHEAD, 21.0, "PE is a [paper]"))[1]
+    )
+
+
+def test_report_of_an_ordinary_request_fails_where_nothing_was_compressed_or_too_early():
+    status, text = request_report(run(None, 21.0))
+    assert status == 1
+    assert "This prompt was not compressed" in text
+    status, text = request_report(run(AHEAD, 21.0, "P"))
+    assert status == 1
+    assert "The first 3 tokens differ" in text
+
+
+def test_time_per_token_is_of_the_second_half():
+    assert _per_token([0.0, 9.0, 9.5, 10.0], [1, 2, 3, 4]) == 0.5
+    assert _per_token([0.0, 8.0, 10.0], [1, 5, 9]) == 0.5
+    assert _per_token([3.0], [1]) == 0.0
 
 
 def test_report_fails_without_a_compression_line():

@@ -127,7 +127,7 @@ def test_every_wait_of_the_demo_is_a_step(monkeypatch, log, clock, capsys):
             pass
 
     def answered(server, content, *, tokens, salt, on_tokens=lambda _: None):
-        seen.append((server, salt))
+        seen.append((server, content, salt))
         on_tokens(tokens)
         return Reply((1,), 6000, 12.0, 0.1, 5.0, None)
 
@@ -135,17 +135,21 @@ def test_every_wait_of_the_demo_is_a_step(monkeypatch, log, clock, capsys):
     monkeypatch.setattr(demo, "ask", answered)
     args = demo.parse_args(["--rounds", "2", "--max-tokens", "9"])
     progress = Progress(console(log, terminal=False), clock=clock)
-    off, on = demo.replies(args, "folder", "a text", progress)
-    assert (len(off), len(on)) == (2, 2)
-    assert [server for server, _ in seen] == ["off", "on"] * 3
+    off, on = demo.replies(args, "folder", "a question", "a request", progress)
+    assert (len(off), len(on)) == (3, 3)
+    assert [server for server, *_ in seen] == ["off", "on"] * 4
+    assert [content for _, content, _ in seen[2:]] == ["a question"] * 4 + ["a request"] * 2
+    assert len({salt for _, _, salt in seen}) == 4
     assert log.getvalue().splitlines() == [
         "vLLM alone: the server is up, 0 s",
         "compressed: the server is up, 0 s",
         "vLLM alone: the server is warm, 0 s",
         "compressed: the server is warm, 0 s",
-        "vLLM alone, request 1 of 2: 9 of 9 tokens, 0 s",
-        "compressed, request 1 of 2: 9 of 9 tokens, 0 s",
-        "vLLM alone, request 2 of 2: 9 of 9 tokens, 0 s",
-        "compressed, request 2 of 2: 9 of 9 tokens, 0 s",
+        "vLLM alone, question 1 of 2: 9 of 9 tokens, 0 s",
+        "compressed, question 1 of 2: 9 of 9 tokens, 0 s",
+        "vLLM alone, question 2 of 2: 9 of 9 tokens, 0 s",
+        "compressed, question 2 of 2: 9 of 9 tokens, 0 s",
+        "vLLM alone, request: 9 of 9 tokens, 0 s",
+        "compressed, request: 9 of 9 tokens, 0 s",
     ]
     assert capsys.readouterr().out.count("vllm serve") == 2

@@ -1,7 +1,8 @@
 """Ask vLLM alone and the compressed server about a long text, and report both side by side.
 
-Both are the real server, up at the same time and asked in turns. Every request has a salt of its
-own for the prefix cache, so each prompt is computed in full.
+Both are the real server, up at the same time and asked in turns: a question, some times, and an
+ordinary request once. Every request has a salt of its own for the prefix cache, so each prompt is
+computed in full.
 """
 
 import argparse
@@ -19,9 +20,11 @@ from transformers import AutoTokenizer
 
 from vllm_kvcompress.demo.ask import NAME, Reply, ask, summary
 from vllm_kvcompress.demo.progress import Progress
-from vllm_kvcompress.demo.questions import CHOSEN, prompt
-from vllm_kvcompress.demo.report import save_picture, show
+from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, REQUEST_TOKENS, prompt
+from vllm_kvcompress.demo.report import save_picture, show, show_request
+from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.serving.process import CACHE_SPACE, ENVIRONMENT, Server, command, serve
+from vllm_kvcompress.serving.text import long_prompt
 
 ALONE, COMPRESSED = "vLLM alone", "compressed"
 RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -32,11 +35,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m vllm_kvcompress.demo", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
-    parser.add_argument("--method", default="cake")
-    parser.add_argument("--budget", default="0.1")
+    parser.add_argument("--method", default=RECOMMENDED)
+    parser.add_argument("--budget", default="0.2")
     parser.add_argument("--tokens", type=int, default=6000, help="length of the text")
-    parser.add_argument("--max-tokens", type=int, default=48, help="tokens to time")
-    parser.add_argument("--rounds", type=int, default=3, help="requests to each server")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3, help="times that the question is asked")
     parser.add_argument("--picture", type=Path, help="also save the report as this SVG file")
     parser.add_argument("--serve", action="store_true", help="leave the server up, no report")
     parser.add_argument("--port", type=int, default=8000)
@@ -83,13 +86,16 @@ def _every_core() -> dict[str, str]:
 
 
 def replies(
-    args: argparse.Namespace, model: str, content: str, progress: Progress
+    args: argparse.Namespace, model: str, question: str, request: str, progress: Progress
 ) -> tuple[list[Reply], list[Reply]]:
-    """What vLLM alone and the compressed server answered, each `args.rounds` times.
+    """What vLLM alone and the compressed server answered.
+
+    The question comes first, `args.rounds` times, and the request last.
 
     Args:
         model: the model's folder.
-        content: the prompt.
+        question: the prompt that ends in it.
+        request: the other prompt.
         progress: where the waiting is shown.
     """
     flags = {ALONE: common(args), COMPRESSED: [*common(args), *compression(args)]}
@@ -108,11 +114,14 @@ def replies(
         # A server's first request pays for its warm-up.
         for name, server in servers.items():
             with progress.step(name, "warming up") as step:
-                ask(server, content[:200], tokens=4, salt="warm-up")
+                ask(server, question[:200], tokens=4, salt="warm-up")
                 step.state = "the server is warm"
         for number in range(1, args.rounds + 1):
             for name, server in servers.items():
-                by_server[name].append(_ask(args, name, server, content, number, progress))
+                what = f"question {number} of {args.rounds}"
+                by_server[name].append(_ask(args, name, server, question, what, progress))
+        for name, server in servers.items():
+            by_server[name].append(_ask(args, name, server, request, "request", progress))
     return by_server[ALONE], by_server[COMPRESSED]
 
 
@@ -121,18 +130,16 @@ def _ask(
     name: str,
     server: Server,
     content: str,
-    number: int,
+    what: str,
     progress: Progress,
 ) -> Reply:
     """One request, shown while it is computed and answered."""
-    with progress.step(
-        f"{name}, request {number} of {args.rounds}", "computing the prompt"
-    ) as step:
+    with progress.step(f"{name}, {what}", "computing the prompt") as step:
 
         def tell(count: int) -> None:
             step.state = f"{count} of {args.max_tokens} tokens"
 
-        return ask(server, content, tokens=args.max_tokens, salt=f"round {number}", on_tokens=tell)
+        return ask(server, content, tokens=args.max_tokens, salt=what, on_tokens=tell)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,11 +151,14 @@ def main(argv: list[str] | None = None) -> int:
     # An exit unwinds the stack, so that the servers end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    content = prompt(tokenizer, args.tokens, CHOSEN)
-    progress = Progress(Console())
-    off, on = (summary(each, tokenizer) for each in replies(args, model, content, progress))
+    question = prompt(tokenizer, args.tokens, CHOSEN)
+    request = long_prompt(tokenizer, REQUEST_TOKENS, REQUEST)
+    both = replies(args, model, question, request, Progress(Console()))
+    off, on = (summary(each[:-1], tokenizer) for each in both)
     console = Console(width=100, highlight=False, record=args.picture is not None)
     status = show(off, on, question=CHOSEN, method=args.method, budget=args.budget, console=console)
+    asked = [summary(each[-1:], tokenizer) for each in both]
+    status |= show_request(*asked, request=REQUEST, console=console)
     if args.picture is not None:
         save_picture(console, args.picture, "make demo")
     return status

@@ -20,9 +20,10 @@ class Reply:
     Args:
         token_ids: all tokens of the answer, also those after the model's end of turn.
         first_token_s: seconds from sending the request to its first token.
-        token_s: seconds per token from the first to the last, 0 for a single token.
-        blocks: KV blocks in use at a quarter of the answer, by vLLM's own gauge; 0 if it had ended
-            when the gauge was read.
+        token_s: seconds per token of the second half, which is read from a packed prompt; 0 for
+            an answer of one token.
+        blocks: KV blocks in use at half of the answer, by vLLM's own gauge; 0 if it had ended when
+            the gauge was read.
         compressed: the request's line in the log, None for one that was left whole.
     """
 
@@ -52,6 +53,7 @@ def ask(
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
     ids: list[int] = []
     times: list[float] = []
+    counts: list[int] = []
     prompt_tokens, blocks = 0, 0.0
     lines, start = len(server.compressed()), time.perf_counter()
     stream = client.chat.completions.create(
@@ -70,11 +72,12 @@ def ask(
         )
         if came:
             times.append(time.perf_counter())
-            # Once, since reading /metrics takes the server's time, and early, since the engine
-            # may be ahead of a busy machine's client.
-            if len(ids) < tokens // 4 <= len(ids) + len(came):
+            # Once, since reading /metrics takes the server's time, and well before the end, since
+            # the engine may be ahead of a busy machine's client.
+            if len(ids) < tokens // 2 <= len(ids) + len(came):
                 blocks = used_blocks(server)
             ids.extend(came)
+            counts.append(len(ids))
             on_tokens(len(ids))
         if event.usage:
             prompt_tokens = event.usage.prompt_tokens
@@ -83,10 +86,21 @@ def ask(
         token_ids=tuple(ids),
         prompt_tokens=prompt_tokens,
         first_token_s=times[0] - start,
-        token_s=(times[-1] - times[0]) / max(len(ids) - 1, 1),
+        token_s=_per_token(times, counts),
         blocks=blocks,
         compressed=reports[-1] if reports else None,
     )
+
+
+def _per_token(times: Sequence[float], counts: Sequence[int]) -> float:
+    """Seconds per token behind the first half of an answer.
+
+    Args:
+        times: when some of its tokens came.
+        counts: how many there were then.
+    """
+    half = next(at for at, count in enumerate(counts) if count >= counts[-1] // 2)
+    return (times[-1] - times[half]) / max(counts[-1] - counts[half], 1)
 
 
 def used_blocks(server: Server) -> float:
@@ -101,6 +115,7 @@ class Run:
 
     Args:
         answer: the first answer, up to the model's end of turn.
+        token_ids: of that answer, its end of turn left out.
         first_token: the first answer's first token.
         first_token_s: median of the replies.
         token_s: median of the replies.
@@ -109,6 +124,7 @@ class Run:
     """
 
     answer: str
+    token_ids: tuple[int, ...]
     first_token: str
     first_token_id: int
     prompt_tokens: int
@@ -130,6 +146,7 @@ def summary(replies: Sequence[Reply], tokenizer: Any) -> Run:
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
     return Run(
         answer=tokenizer.decode(ids[:end]).strip(),
+        token_ids=tuple(ids[:end]),
         first_token=tokenizer.decode(ids[:1]),
         first_token_id=ids[0],
         prompt_tokens=first.prompt_tokens,

@@ -14,6 +14,10 @@ from vllm_kvcompress.serving.text import english
 
 TIMES = 3
 """How often the text states each note."""
+REQUEST = "Explain the text above to a beginner, with the exact terms that it uses."
+"""An ordinary request: its answer is nowhere in the text, and all of the text matters to it."""
+REQUEST_TOKENS = 1500
+"""Tokens of its text."""
 MANNER = "Answer in a few words."
 """Ends the prompt: without it the full cache goes on after its answer."""
 

@@ -1,6 +1,7 @@
 """The demo's report."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -27,8 +28,8 @@ def show(
 ) -> int:
     """Print both runs side by side; the exit status is 0 if compression did what it promises.
 
-    That is: the prompt was compressed, its blocks came back, and the first token, which comes from
-    the full cache, is vLLM's own.
+    That is: the prompt was compressed, its blocks came back, and the tokens that come from the full
+    cache are vLLM's own: the first one, and those of a look-ahead.
 
     Args:
         off: the run of vLLM alone.
@@ -52,9 +53,7 @@ def show(
     )
     console.print(_side_by_side(off, on, result, f"{method}, budget {budget}"))
     console.print(f"\n{_verdict(off.answer, on.answer, question)}")
-    same = off.first_token_id == on.first_token_id
-    if not same:
-        console.print("The first token differs, and it comes from the full cache: report this.")
+    same = _starts_alike(off, on, result, console)
     counted = min(off.blocks, on.blocks) > 0
     freed = off.blocks - on.blocks if counted else 0
     if not counted:
@@ -66,14 +65,68 @@ def show(
         console.print("vLLM's usage gauge did not fall: the freed blocks did not come back.")
     else:
         console.print(f"[bold]{freed:.0f} of {off.blocks:.0f} blocks[/] went back to vLLM's pool.")
+    if result.lookahead:
+        console.print(
+            f"They went back after {result.lookahead} tokens of the answer, which judged what to"
+            " keep."
+        )
     console.print(f"\nTokens kept of {result.prompt_tokens:,} in each layer:\n")
     console.print(_layers(result))
     requests = "one request" if on.requests == 1 else f"medians of {on.requests} requests"
     console.print(
         f"\n[dim]Times: this machine's, {requests} to each server, in turns, each prompt computed"
-        " in full.[/]"
+        " in full; per token of the second half of the answers.[/]"
     )
     return 0 if same and freed > 0 else 1
+
+
+def show_request(off: Run, on: Run, *, request: str, console: Console) -> int:
+    """Print both answers to an ordinary request, and how far they agree.
+
+    Args:
+        off: the run of vLLM alone.
+        on: the run with compression.
+        request: what the prompt ends in.
+
+    Returns:
+        0 if the prompt was compressed and the tokens from the full cache are vLLM's own.
+    """
+    result = on.compressed
+    console.print(f"\nAn ordinary request, after {on.prompt_tokens:,} tokens of the same text:")
+    console.print(f"[bold]{escape(request)}[/]\n")
+    if result is None:
+        console.print("This prompt was not compressed: the server's log has no kv-compress line.")
+        return 1
+    table = Table("vLLM alone", "compressed", header_style="bold", box=box.HORIZONTALS)
+    table.add_row(escape(off.answer), escape(on.answer))
+    console.print(table)
+    alike = _alike(off.token_ids, on.token_ids)
+    if off.token_ids == on.token_ids:
+        console.print(f"\n[bold green]The same answer[/], all {alike} tokens.")
+    else:
+        console.print(
+            f"\nThe answers are the same for [bold]{alike} of {len(off.token_ids)} tokens[/], and"
+            " go on in other words."
+        )
+    return 0 if _starts_alike(off, on, result, console) else 1
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _starts_alike(off: Run, on: Run, result: Compressed, console: Console) -> bool:
+    """Whether both begin with the full cache's tokens; says so where they do not."""
+    full = 1 + result.lookahead
+    if off.first_token_id == on.first_token_id and off.token_ids[:full] == on.token_ids[:full]:
+        return True
+    which = "The first token differs, and it comes"
+    if result.lookahead:
+        which = f"The first {full} tokens differ, and they come"
+    console.print(f"{which} from the full cache: report this.")
+    return False
 
 
 def _side_by_side(off: Run, on: Run, result: Compressed, title: str) -> Table:
