@@ -2,8 +2,10 @@
 
     python benchmarks/bench_concurrency.py --model .cache/smollm2-135m-instruct
 
-Two servers, one after the other, with the same number of KV blocks. Each is sent the same prompts
-all at once by ordinary HTTP clients, while its gauges are watched. The first round warms up.
+Servers one after the other, with the same number of KV blocks: vLLM alone, prompts packed when
+their prefill ends, and prompts that the answer's first tokens judge, by what gives way when the
+pool is short. Each is sent the same prompts all at once by ordinary HTTP clients, while its gauges
+are watched. The first round warms up; the picture is of the last.
 """
 
 import argparse
@@ -14,45 +16,79 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from origin import commit, machine
 from transformers import AutoTokenizer
 
+from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.serving.process import CACHE_SPACE, Server, serve
 from vllm_kvcompress.serving.text import english
+
+OFF, AT_ONCE = "vLLM alone", "when the prefill ends"
+PREEMPTION, WAITING = "look-ahead, preemption", "look-ahead, waiting"
+BLOCK = 128
+_COLORS = ("#616e7c", "#2171b5", "#b5342f", "#d9730d")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
+    parser.add_argument("--method", default=RECOMMENDED)
+    parser.add_argument("--budget", default="0.2")
+    parser.add_argument("--lookahead", type=int, default=32, help="tokens")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--prompt", type=int, default=1500, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
-    parser.add_argument("--blocks", type=int, default=30, help="KV blocks of 128 tokens")
-    parser.add_argument("--budget", default="0.2")
+    parser.add_argument("--blocks", type=int, default=30, help=f"KV blocks of {BLOCK} tokens")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="auto", help="auto is the checkpoint's")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--picture", type=Path, help="save blocks over time as a PNG")
     return parser.parse_args()
 
 
-def watch(server: Server, stop: threading.Event, seen: list[float]) -> None:
+@dataclass(slots=True)
+class Watched:
+    """What a server's gauges said, again and again, of one round.
+
+    Args:
+        seconds: since the round began.
+        running: requests.
+        blocks: of the pool in use, its null block left out.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)
+    blocks: list[float] = field(default_factory=list)
+
+
+def watch(server: Server, blocks: int, stop: threading.Event, seen: Watched) -> None:
+    start = time.perf_counter()
     while not stop.wait(0.25):
-        seen.append(server.metric("vllm:num_requests_running"))
+        seen.running.append(server.metric("vllm:num_requests_running"))
+        seen.blocks.append(round(server.metric("vllm:kv_cache_usage_perc") * blocks, 1))
+        seen.seconds.append(round(time.perf_counter() - start, 2))
 
 
-def round_of(server: Server, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-    """Send all prompts at once; seconds, the most and the usual number that ran together."""
+def round_of(
+    server: Server, prompts: Sequence[list[int]], tokens: int, blocks: int
+) -> tuple[dict[str, float], Watched]:
+    """Send all prompts at once; what the round took, and what the gauges said meanwhile."""
 
     def ask(prompt: list[int]) -> int:
         body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=1800)
         return int(answer.raise_for_status().json()["usage"]["completion_tokens"])
 
-    stop, seen = threading.Event(), []
-    watcher = threading.Thread(target=watch, args=(server, stop, seen))
+    stop, seen = threading.Event(), Watched()
+    watcher = threading.Thread(target=watch, args=(server, blocks, stop, seen))
     preempted = server.metric("vllm:num_preemptions_total")
     start = time.perf_counter()
     watcher.start()
@@ -64,9 +100,22 @@ def round_of(server: Server, prompts: list[list[int]], tokens: int) -> dict[str,
     assert counts == [tokens] * len(prompts), counts
     return {
         "seconds": round(seconds, 2),
-        "running_most": max(seen),
-        "running_median": statistics.median(seen),
+        "running_most": max(seen.running),
+        "running_mean": round(statistics.fmean(seen.running), 2),
+        "blocks_mean": round(statistics.fmean(seen.blocks), 1),
         "preemptions": server.metric("vllm:num_preemptions_total") - preempted,
+    }, seen
+
+
+def servers(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The further flags of each server."""
+    own = ["--kv-compress", args.method, "--kv-budget", args.budget, "--kv-min-prompt", "512"]
+    ahead = [*own, "--kv-lookahead", str(args.lookahead), "--kv-lookahead-yields"]
+    return {
+        OFF: [],
+        AT_ONCE: [*own, "--kv-lookahead", "0"],
+        PREEMPTION: [*ahead, "preemption"],
+        WAITING: [*ahead, "waiting"],
     }
 
 
@@ -76,38 +125,73 @@ def main() -> None:
     ids = AutoTokenizer.from_pretrained(model).encode(english())
     flags = [
         *("--served-model-name", "demo", "--enforce-eager", "--no-enable-prefix-caching"),
-        *("--max-model-len", str(args.prompt + args.tokens + 128)),
+        *("--max-model-len", str(args.prompt + args.tokens + BLOCK), "--dtype", args.dtype),
         *("--num-gpu-blocks-override", str(args.blocks + 1)),
     ]
-    compressed = ["--kv-compress", "cake", "--kv-budget", args.budget, "--kv-min-prompt", "512"]
     result: dict[str, Any] = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/bench_concurrency.py", *sys.argv[1:]]),
         "commit": commit(),
         "shapes": {
+            **{"method": args.method, "budget": args.budget, "lookahead": args.lookahead},
             **{"requests": args.requests, "prompt_tokens": args.prompt, "tokens": args.tokens},
-            **{"blocks": args.blocks, "block_size": 128, "budget": args.budget},
+            **{"blocks": args.blocks, "block_size": BLOCK, "dtype": args.dtype},
         },
+        "servers": {},
     }
+    last: dict[str, Watched] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, extra in (("off", []), ("cake", compressed)):
-            log, environment = Path(folder) / name, {CACHE_SPACE: "1"}
+        for number, (name, extra) in enumerate(servers(args).items()):
+            log, environment = Path(folder) / str(number), {CACHE_SPACE: "1"}
             with serve(model, [*flags, *extra], log, environment=environment) as server:
                 rounds = []
                 for turn in range(1 + args.rounds):
                     starts = [(turn * args.requests + i) * 37 for i in range(args.requests)]
                     prompts = [ids[at : at + args.prompt] for at in starts]
                     assert all(len(prompt) == args.prompt for prompt in prompts), "text too short"
-                    rounds.append(round_of(server, prompts, args.tokens))
-                result[name] = rounds[1:]
-    times = [
-        statistics.median(turn["seconds"] for turn in result[name]) for name in ("off", "cake")
-    ]
-    result["speedup"] = round(times[0] / times[1], 2)
+                    told, last[name] = round_of(server, prompts, args.tokens, args.blocks)
+                    rounds.append(told)
+                result["servers"][name] = rounds[1:]
+    times = {
+        name: statistics.median(turn["seconds"] for turn in rounds)
+        for name, rounds in result["servers"].items()
+    }
+    result["requests_per_second"] = {
+        name: round(args.requests / seconds, 3) for name, seconds in times.items()
+    }
+    result["over_at_once"] = {
+        name: round(times[AT_ONCE] / seconds, 3) for name, seconds in times.items()
+    }
     print(json.dumps(result, indent=2))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=2) + "\n")
+    if args.picture:
+        picture(last, args, args.picture)
+
+
+def picture(last: dict[str, Watched], args: argparse.Namespace, path: Path) -> None:
+    """Blocks in use, and requests that run, over the seconds of each server's last round."""
+    figure = Figure(figsize=(9, 6), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for color, (name, seen) in zip(_COLORS, last.items(), strict=True):
+        upper.step(seen.seconds, seen.blocks, color=color, linewidth=1.4, label=name, where="post")
+        lower.step(seen.seconds, seen.running, color=color, linewidth=1.4, where="post")
+    upper.axhline(args.blocks, color="#cbd2d9", linewidth=1.0, zorder=0)
+    upper.set_ylabel(f"KV blocks in use, of {args.blocks}")
+    lower.set_ylabel(f"requests that run, of {args.requests}")
+    lower.set_xlabel("seconds")
+    upper.set_title(
+        f"{args.requests} prompts of {args.prompt:,} tokens at once, answers of {args.tokens:,}:"
+        f" {args.method} at {args.budget}, look-ahead {args.lookahead}",
+        fontsize=10,
+    )
+    upper.legend(fontsize=8, frameon=False, loc="upper right")
+    for axes in (upper, lower):
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ MOST_ASKED = 4
 """Prompts that are asked for each that is wanted, where the full cache answers few."""
 OPEN, TALK = "open", 24
 """A question whose answer the model begins itself, and tokens it may say before it names it."""
+LATE = "late"
+PREAMBLE = (
+    "I have read the whole text, from its first sentence to its last one, and I have looked at each"
+    " place in it that mentions a number. Some of these numbers belong to other questions than"
+    " yours, so I leave them out, and I say nothing of the rest of the text either. My answer to"
+    " your question, exactly as it stands in the text, is as follows. "
+)
+"""With what an answer begins that names late what is asked for: more tokens than a look-ahead."""
 ROWS = 32
 """Caches that answer together. Neighbours in budget, since each is padded to the longest."""
 
@@ -54,9 +62,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2200, help="tokens of a prompt, about")
     parser.add_argument(
         "--question",
-        choices=("last", "first", OPEN),
+        choices=("last", "first", OPEN, LATE),
         default="last",
-        help="open: last, and the answer is not begun for the model, as in ordinary chats",
+        help="open: last, and the answer is not begun for the model, as in ordinary chats; late:"
+        " last, and the answer itself begins with words that say nothing of what is asked for",
     )
     parser.add_argument("--per-text", type=int, default=5, help="questions about one text")
     parser.add_argument(
@@ -136,6 +145,9 @@ def measure_task(
             if line["method"] == FULL and not line["score"] and task in KNOWN:
                 known[line["item"]].add(("unknown", 0.0))
     items = items_of(reader, args, task)
+    begins: dict[str, list[int]] = {}
+    if args.question == LATE:
+        items, begins = late(reader, items)
     wanted = [
         (name, budget) for name, raw in methods.items() for budget in budgets_of(raw, args.budgets)
     ]
@@ -159,7 +171,10 @@ def measure_task(
             break
         have = known.get(item.name, set())
         todo = [pair for pair in wanted if pair not in have]
-        results = measure(reader, item, prompt, todo, methods, own_answers=not args.forced)
+        begun = begins[item.name] if args.question == LATE else ()
+        results = measure(
+            reader, item, prompt, todo, methods, own_answers=not args.forced, begun=begun
+        )
         right = next(r["score"] for r in results if r["method"] == FULL)
         if (FULL, 1.0) in have:
             results = [r for r in results if r["method"] != FULL]
@@ -184,7 +199,7 @@ def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
         count=args.count * (MOST_ASKED if task in KNOWN else 1),
         tokens=args.tokens,
         seed=args.seed,
-        question="last" if args.question == OPEN else args.question,
+        question="last" if args.question in (OPEN, LATE) else args.question,
         count_tokens=reader.count_tokens,
         questions_per_text=args.per_text,
     )
@@ -206,6 +221,23 @@ def opened(item: Item) -> Item:
     if item.messages[-1]["role"] != "assistant":
         return item
     return replace(item, messages=item.messages[:-1], max_tokens=item.max_tokens + TALK)
+
+
+def late(reader: Reader, items: Sequence[Item]) -> tuple[list[Item], dict[str, list[int]]]:
+    """The same questions, and by name the tokens with which each answer begins.
+
+    What the last prompt's own words would be, "The special number for Oslo is", the answer says
+    itself, behind `PREAMBLE`.
+    """
+    asked, begins = [], {}
+    for item in items:
+        words = PREAMBLE
+        if item.messages[-1]["role"] == "assistant":
+            words += item.messages[-1]["content"]
+            item = replace(item, messages=item.messages[:-1])
+        begins[item.name] = reader.tokenizer.encode(words, add_special_tokens=False)
+        asked.append(replace(item, max_tokens=item.max_tokens + len(begins[item.name])))
+    return asked, begins
 
 
 def read_items(
@@ -240,9 +272,14 @@ def measure(
     methods: dict[str, str],
     *,
     own_answers: bool = True,
+    begun: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """The full cache's line, and where that knows the answer each method's and budget's."""
-    full = full_answer(reader, item, prompt)
+    """The full cache's line, and where that knows the answer each method's and budget's.
+
+    Args:
+        begun: tokens with which the answer begins.
+    """
+    full = full_answer(reader, item, prompt, begun)
     right = score(item.answers, full.text)
     length = len(prompt.ids)
     out: list[dict[str, Any]] = [

@@ -20,6 +20,7 @@ class Answer:
         tokens, text: the answer, its end of turn included.
         logits: ``[T - 1, vocabulary]`` of all its tokens but the first.
         cache: of the prompt and all tokens but the last, which nothing was computed of.
+        begun: tokens at its start that were given, and that no cache chooses.
     """
 
     prompt: Prompt
@@ -27,6 +28,7 @@ class Answer:
     text: str
     logits: torch.Tensor
     cache: Prompt
+    begun: int = 0
 
     def after(self, answered: int) -> Prompt | None:
         """The prompt and so many of the answer's tokens, as a prompt that ends with those.
@@ -87,18 +89,23 @@ def ended(reader: Reader, item: Item, tokens: Sequence[int]) -> bool:
     return bool(item.answers) and score(item.answers, reader.tokenizer.decode(tokens)[:-1]) == 1.0
 
 
-def full_answer(reader: Reader, item: Item, prompt: Prompt) -> Answer:
-    """The full cache's answer."""
+def full_answer(reader: Reader, item: Item, prompt: Prompt, begun: Sequence[int] = ()) -> Answer:
+    """The full cache's answer.
+
+    Args:
+        begun: tokens that it begins with whatever the model would say.
+    """
     whole = Kept(keys=prompt.keys, values=prompt.values, tokens=0)
     rows = as_rows(prompt, [whole], item.max_tokens)
     rows.queries = [[q[:0]] for q in prompt.queries]
-    tokens = [int(prompt.logits.argmax())]
+    tokens = [begun[0] if begun else int(prompt.logits.argmax())]
     logits = [prompt.logits[None][:0]]
-    while not ended(reader, item, tokens):
+    while len(tokens) < len(begun) or not ended(reader, item, tokens):
         at = torch.tensor([[len(tokens) - 1]])
         hidden = reader.answer(rows, torch.tensor([tokens[-1:]]), at)
         logits.append(reader.logits(hidden[0]))
-        tokens.append(int(logits[-1].argmax()))
+        given = begun[len(tokens)] if len(tokens) < len(begun) else None
+        tokens.append(int(logits[-1].argmax()) if given is None else given)
     stop = len(prompt.ids) + len(tokens) - 1
     cache = replace(
         prompt,
@@ -114,6 +121,7 @@ def full_answer(reader: Reader, item: Item, prompt: Prompt) -> Answer:
         text=text_of(reader, tokens),
         logits=torch.cat(logits),
         cache=cache,
+        begun=len(begun),
     )
 
 
@@ -154,6 +162,8 @@ def compare(
         for row, states in enumerate(hidden):
             logits = reader.logits(states)
             chosen = logits.argmax(-1)
+            given = max(full.begun - answered - 1, 0)
+            chosen[:given] = wanted[:given]
             same = chosen == wanted
             kl[row] += divergence(likely, logits).tolist()
             agreed[row] += same.tolist()
