@@ -91,13 +91,18 @@ def test_what_is_kept_is_what_offline_keeps(reader, prompt, monkeypatch):
     torch.testing.assert_close(prompt.sums[1], sums, rtol=1e-4, atol=1e-4)
     scored = Scored(prompt, 16)
     for preset in PRESETS:
-        made = scored.keep(settings_of(preset, 0.3))
+        made = scored.keep(settings_of(at_once(preset), 0.3))
         want = compress(queries, keys, values, policy=preset, budget=0.3, page_size=16)
         assert made.tokens == sum(want.budgets)
         for mine, theirs in zip(
             (*made.keys, *made.values), (*want.keys, *want.values), strict=True
         ):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def at_once(preset):
+    """Its settings without a look-ahead, of its own or another."""
+    return json.dumps({"compress": preset, "lookahead": 0})
 
 
 def test_a_budget_that_keeps_all_keeps_nothing_apart(prompt):
@@ -109,6 +114,7 @@ def test_rows_answer_as_the_engine_does(reader, folder, prompt):
     """Every preset and budget in one batch, against requests that the engine compresses alone."""
     asked = [(preset, budget) for preset in PRESETS for budget in (0.6, 0.3, 0.15)]
     allowed = {"kvcompress": {"compress": "off", "allow_override": "all", "min_prompt": 128}}
+    allowed["kvcompress"]["lookahead"] = 0
     with engine(folder, additional_config=allowed, enable_prefix_caching=False) as llm:
         theirs = [
             llm.generate([IDS], NEW, extra_args={"kv_compress": preset, "kv_budget": budget})[0]
@@ -117,7 +123,7 @@ def test_rows_answer_as_the_engine_does(reader, folder, prompt):
         assert llm.compressor.compressed == len(asked)
     full = full_answer(reader, NOTHING_ASKED, prompt)
     scored = Scored(prompt, BLOCK)
-    kept = [scored.keep(settings_of(*each)) for each in asked]
+    kept = [scored.keep(settings_of(at_once(preset), budget)) for preset, budget in asked]
     mine = compare(reader, NOTHING_ASKED, prompt, kept, full)
     assert [each.tokens for each in mine] == theirs
     assert len({tuple(each.tokens) for each in mine}) > 5  # or nothing was told apart
