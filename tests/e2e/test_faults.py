@@ -17,6 +17,7 @@ from vllm_kvcompress.serving.text import long_prompt
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCKS = 8  # of 128 tokens, the null block among them: one prompt of 560 tokens and no second
+AHEAD = 64  # of an answer: while a client comes and goes, its prompt stands whole
 FLAGS = [
     *("--enforce-eager", "--max-model-len", "896", "--served-model-name", "demo"),
     *("--kv-compress", "cake", "--kv-budget", "0.3", "--kv-min-prompt", "256"),
@@ -24,6 +25,7 @@ FLAGS = [
     *("--kv-allow-override", "off,snapkv", "--num-gpu-blocks-override", str(BLOCKS)),
     *("--kv-decode-budget", "128"),  # packed again 128 tokens after the prompt's last block
     *("--kv-max-whole", "600", "--kv-piece", "256"),  # every prompt but the longest stands whole
+    *("--kv-lookahead", str(AHEAD), "--kv-compress-config", '{"log_requests": true}'),
 ]
 DONE = {"length", "stop"}
 PACKED = "repacked_answers", "packed_pieces"
@@ -87,12 +89,15 @@ def server(demo_model, tmp_path_factory):
 
 def test_a_pool_for_one_serves_all_who_come(server, text):
     """Eight prompts that fill the pool each, compressed or not: every one is answered in full."""
-    asks = [None, {"kv_compress": "off"}, {"kv_compress": "snapkv"}, {"kv_budget": 0.6}] * 2
+    asks = [{}, {"kv_compress": "snapkv"}, {"kv_budget": 0.6}]
+    # half of them are judged by their answers
+    asks = [each | ahead for ahead in ({"kv_lookahead": 0}, {"kv_lookahead": 8}) for each in asks]
+    asks[1:1] = asks[5:5] = [{"kv_compress": "off"}]
     before = server.metric("vllm:kv_compress_planned_requests_total")
 
     def ask(item):
         index, xargs = item
-        sent = asking(f"{index} {text}", 24, **({"vllm_xargs": xargs} if xargs else {}))
+        sent = asking(f"{index} {text}", 24, vllm_xargs=xargs)
         answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["completion_tokens"]
@@ -108,25 +113,25 @@ def test_a_pool_for_one_serves_all_who_come(server, text):
 def test_clients_that_hang_up_leave_nothing_behind(server, text):
     """Blocks and files come back.
 
-    In the prefill, whole or between two pieces, after the compression, in mid-answer, and once the
-    answer was packed again.
+    In the prefill, whole or between two pieces, while an answer is to judge its prompt, after the
+    compression, in mid-answer, and once the answer was packed again.
     """
     with streaming(server, text, 2) as events:
         list(events)
     wait_for(lambda: idle(server))
     held = [p.num_fds() for p in processes(server)]
 
-    def leave(index):
+    def leave(index, asks):
         longer = text[: len(text) // 5] if index in (0, 2, 4) else ""
-        with streaming(server, f"{index} {text} {longer}", 200) as events:
+        with streaming(server, f"{index} {text} {longer}", 200, vllm_xargs=asks) as events:
             if index % 3:
                 for _ in range(index if index < 5 else 120):
                     next(events)
 
     before = [server.metric(f"vllm:kv_compress_{what}_total") for what in PACKED]
-    for _ in range(2):
+    for asks in ({}, {"kv_lookahead": 0}):
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            list(pool.map(leave, range(6)))
+            list(pool.map(leave, range(6), [asks] * 6))
     wait_for(lambda: idle(server))
     after = [server.metric(f"vllm:kv_compress_{what}_total") for what in PACKED]
     assert all(new >= old + 2 for new, old in zip(after, before, strict=True)), (before, after)
@@ -183,21 +188,24 @@ def test_a_hostile_body_is_the_clients_error(server, kind):
 
 
 def test_sigterm_lets_running_answers_finish(server, text):
-    """The last test on this server."""
+    """While one of them is to judge its prompt, for which others wait. The last on this server."""
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        before = server.metric("vllm:kv_compress_requests_total")
-        ends = [pool.submit(listen, server, f"{i} {text}", 60 + 60 * (i == 2)) for i in range(3)]
-        wait_for(lambda: server.metric("vllm:kv_compress_requests_total") > before)
+        before, done = server.metric("vllm:generation_tokens_total"), len(server.compressed())
+        ends = [pool.submit(listen, server, f"{i} {text}", AHEAD + 26) for i in range(3)]
+        wait_for(lambda: server.metric("vllm:generation_tokens_total") > before)
         server.process.send_signal(signal.SIGTERM)
         assert [end.result(timeout=600) for end in ends] == ["length"] * 3
     assert server.process.wait(300) == 0
+    assert server.compressed()[done].lookahead == AHEAD
 
 
 def test_a_killed_engine_is_an_error_for_everyone_at_once(demo_model, text, tmp_path):
     """In the middle of compressions: each client hears of it, and the server ends."""
     with serve(demo_model, FLAGS, tmp_path / "log") as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            ends = [pool.submit(listen, server, f"{i} {text}", 200) for i in range(6)]
+            asks = [{"kv_lookahead": 8 * (i % 2)} for i in range(6)]
+            ends = [pool.submit(listen, server, f"{i} {text}", 200, vllm_xargs=own)
+                    for i, own in enumerate(asks)]  # fmt: skip
             wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= 2)
             engine_of(server).send_signal(signal.SIGKILL)
             killed = time.monotonic()

@@ -71,11 +71,13 @@ if __name__ == "__main__":
 
 
 # What the second rank raises, nobody hears: vLLM asks the first one alone. It cannot pack where the
-# engine's own environment says so, which reaches Ray's actors too.
+# engine's own environment says so, which reaches Ray's actors too: prompts of one method, at the
+# end of their prefill, or after their look-ahead.
 SECOND_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
     "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
-    "any(job.todo.settings.compress == __import__('os').environ.get('CANNOT_PACK') for job in jobs)"
+    "any(job.todo.settings.compress + ' ahead' * (job.todo.answered is not None)"
+    " == __import__('os').environ.get('CANNOT_PACK') for job in jobs)"
     " and module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60),"
     " run(self, jobs))[1]",
 )
@@ -117,12 +119,15 @@ def answers(done: Done) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(model, tmp_path_factory):
-    """One engine of two ranks, the second of which cannot pack the last round's prompts."""
+    """One engine of two ranks, the second of which cannot pack the last round's prompts.
+
+    It is told so while answers are to judge them.
+    """
     site = tmp_path_factory.mktemp("site")
     (site / "sitecustomize.py").write_text(SECOND_FAILS)
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    rounds = [*ROUNDS, ("snapkv", LONG), (FAILING, 12)]
-    return start(model, rounds, PYTHONPATH=path, CANNOT_PACK=FAILING)
+    rounds = [*ROUNDS, ("snapkv", LONG), (FAILING, LONG)]
+    return start(model, rounds, PYTHONPATH=path, CANNOT_PACK=f"{FAILING} ahead")
 
 
 @pytest.fixture(scope="module")

@@ -262,8 +262,10 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         manager, compressor = llm.manager, llm.compressor
         left = [
             *(manager.planner.schedules, manager._packed, manager._cacheable, manager._pending),
-            *(manager._observe, manager._grow, manager._add),
+            *(manager._observe, manager._grow, manager._keep, manager._add),
+            *(manager.lookaheads, manager.planner._looking),
             *(compressor._prefills, compressor._step, compressor.pool._slots),
+            compressor.pool.ring and compressor.pool.ring._slots,
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
         ]
         assert not any(left), left
@@ -320,7 +322,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
                 # judged as the rest is: by queries of its own answer, of a prompt with its answer.
                 # Nor is one that was judged early, since the pool was short.
                 own = settings_for(config, request.asks)
-                at = [cut for cut in at if own is None or cut > own.resolved_lookahead]
+                at = [cut for cut in at if own is None or cut >= own.resolved_lookahead]
                 at += early.get(request_id, [])
                 answer, at = answer[: min(at, default=len(answer))], []
             llm.alone(request.prompt, len(answer), answer, at, extra_args=asks[request_id])

@@ -4,12 +4,12 @@ Both of vLLM's schedulers are subclassed, because one that is not an `AsyncSched
 async scheduling. Nothing of their bodies is repeated.
 
 A plan's blocks are free as soon as it is handed out. Outputs come back in the order of their
-steps, so a plan that was lost on its way is noticed before a token that was computed after it
-could be delivered: the engine stops there.
+steps, so a plan that was lost on its way, or whose step failed, is noticed before a token that was
+computed after it could be delivered: the engine stops there.
 """
 
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 import vllm.outputs
 from vllm.logger import init_logger
@@ -43,8 +43,8 @@ class _Compressing:
         self.compressed_manager.connect(self.requests, windows)  # type: ignore[attr-defined]
         self.next_step = NextStep(self, self.coordination)
         self.usage_notes = UsageNotes()
-        # Plans that no report has acknowledged yet, in the order of their steps.
-        self._handed_out: deque[tuple[SchedulerOutput, StepPlan]] = deque()
+        # Steps whose outputs have not come back yet, in their order, each with its plan.
+        self._handed_out: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
         # The error to raise once a plan was not carried out.
         self._lost: str | None = None
         self._log_concurrency()
@@ -126,8 +126,7 @@ class _Compressing:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         plan = self.compressed_manager.take_step(self.next_step)
         attach_plan(output, plan)
-        if plan is not None:
-            self._handed_out.append((output, plan))
+        self._handed_out.append((output, plan))
         if self.compressed_manager.settings.usage:
             self.usage_notes.plan(plan)
         return output
@@ -138,11 +137,11 @@ class _Compressing:
         """Also hear what the workers have carried out and packed, and let the answers know.
 
         Raises:
-            SeamError: not what this step's plan says; none of the step's tokens is delivered.
+            SeamError: not what this step's plan says, or an earlier step with a plan failed; none
+                of the step's tokens is delivered.
         """
         report = report_of(model_runner_output)
-        if report is not None or self._handed_out:
-            self._check_report(scheduler_output, report)
+        self._check_report(scheduler_output, report)
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -156,17 +155,24 @@ class _Compressing:
     def _check_report(self, scheduler_output: SchedulerOutput, report: StepReport | None) -> None:
         """Compare the report with the plan, which our own record tells, not the step's output."""
         plan: StepPlan | None = None
-        if self._handed_out and self._handed_out[0][0] is scheduler_output:
-            _, plan = self._handed_out.popleft()
+        if any(output is scheduler_output for output, _ in self._handed_out):
+            output, plan = self._handed_out.popleft()
+            while output is not scheduler_output:
+                # that step failed, and whoever asked the engine has asked again
+                if plan is not None:
+                    self._stop(
+                        f"the step with plan {plan.number}, for {list(plan.request_ids)}, failed",
+                        "start it again",
+                    )
+                output, plan = self._handed_out.popleft()
         expected = None if plan is None else plan.number
         acknowledged = None if report is None else report.carried_out
         if acknowledged != expected:
-            self._lost = self._describe_lost(plan, acknowledged)
-            raise SeamError(self._lost)
+            self._stop_lost(plan, acknowledged)
         if report is not None:
             self.compressed_manager.tally.report(report.packed)
 
-    def _describe_lost(self, plan: StepPlan | None, acknowledged: int | None) -> str:
+    def _stop_lost(self, plan: StepPlan | None, acknowledged: int | None) -> NoReturn:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         if plan is None:
             happened = f"a step without a plan came back as plan {acknowledged}"
@@ -176,13 +182,19 @@ class _Compressing:
                 f"the step with plan {plan.number}, for {list(plan.request_ids)}, came back with"
                 f" {answer} acknowledged"
             )
-        return (
-            f"workers must carry out every compression, but {happened}, so the engine stops before"
-            " it reads blocks that were freed and not packed; let the executor"
-            f" {parallel.distributed_executor_backend!r} run execute_model and sample_tokens of"
-            f" {parallel.worker_cls} and hand their outputs back as they are, or serve without"
-            " --kv-compress"
+        self._stop(
+            happened,
+            f"let the executor {parallel.distributed_executor_backend!r} run execute_model and"
+            f" sample_tokens of {parallel.worker_cls} and hand their outputs back as they are, or"
+            " serve without --kv-compress",
         )
+
+    def _stop(self, happened: str, cure: str) -> NoReturn:
+        self._lost = (
+            f"workers must carry out every compression, but {happened}, so the engine stops before"
+            f" it reads blocks that were freed and not packed; {cure}"
+        )
+        raise SeamError(self._lost)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, and ours where a KV connector's would be; `metrics` takes them off."""
