@@ -45,7 +45,10 @@ class Answer:
             ids=self.cache.ids[:stop],
             keys=[k[:, :stop] for k in self.cache.keys],
             values=[v[:, :stop] for v in self.cache.values],
-            queries=[q[:answered][-LONGEST_WINDOW:] for q in self.cache.queries],
+            queries=[
+                torch.cat((before, own[:answered]))[-LONGEST_WINDOW:]
+                for before, own in zip(self.prompt.queries, self.cache.queries, strict=True)
+            ],
             logits=self.logits[answered - 1],
         )
 

@@ -30,7 +30,7 @@ class Ahead(Prompt):
 
     def __init__(self, method, shape, seen, prompt, m, *, window=None, bound=None) -> None:
         super().__init__(method, shape, seen, prompt, int(prompt * BUDGET))
-        self.m, self.w, self.bound = m, min(window or WINDOWS.get(method, 32), m), bound
+        self.m, self.w, self.bound = m, window or min(WINDOWS.get(method, 32), m), bound
 
     def whole(self) -> "Ahead":
         """Begin where the prefill ends, of which nothing was dropped."""
@@ -59,21 +59,26 @@ class Ahead(Prompt):
 
 
 # tails of the prompt and its answer: some, none, and one that the window reaches behind
-CASES = [*(("llama-gqa", method, 417, AHEAD) for method in METHODS)]
+CASES = [*(("llama-gqa", method, 417, AHEAD, None) for method in METHODS)]
 OTHERS = [("cake", 404, AHEAD), ("cake", 417, 3), ("snapkv", 417, 40), ("cake", 400, 48)]
-CASES += [("llama-gqa", *other) for other in OTHERS]
-CASES += [("gpt-oss", "cake", 417, AHEAD), ("qwen3", "snapkv", 417, AHEAD)]
+CASES += [("llama-gqa", *other, None) for other in OTHERS]
+# the prompt's last 28 judge beside the answer's
+CASES += [("llama-gqa", "cake-chunk", 417, AHEAD, 40)]
+CASES += [("gpt-oss", "cake", 417, AHEAD, None), ("qwen3", "snapkv", 417, AHEAD, None)]
 ON_V2 = [CASES[3], CASES[-2]]
 
 
-@pytest.mark.parametrize(("name", "method", "length", "m"), ON_V2 if V2 else CASES)
-def test_every_step_reads_what_the_reference_holds(name, method, length, m, checkpoints_folder):
-    """And until then all of it, as vLLM alone; no query of the prompt is kept for that."""
+@pytest.mark.parametrize(("name", "method", "length", "m", "window"), ON_V2 if V2 else CASES)
+def test_every_step_reads_what_the_reference_holds(
+    name, method, length, m, window, checkpoints_folder
+):
+    """And until then all of it, as vLLM alone."""
+    asked = {} if window is None else {"window": window}
     answer = m + 20
     model, prompt = make(name, checkpoints_folder), tokens(length, seed=33)
     with engine(
         model,
-        additional_config=ahead(method, lookahead=m),
+        additional_config=ahead(method, lookahead=m, **asked),
         max_num_batched_tokens=150,
         max_num_seqs=4,
         max_model_len=1024,
@@ -87,7 +92,7 @@ def test_every_step_reads_what_the_reference_holds(name, method, length, m, chec
     with engine(model, max_num_batched_tokens=150, max_num_seqs=4, max_model_len=1024) as llm:
         assert llm.generate([prompt], m + 1) == [got[: m + 1]]
     shape = replace({**SHAPES, **HYBRIDS}[name], layers=len(seen))  # those with full attention
-    replay = Ahead(method, shape, seen, length, m).whole()
+    replay = Ahead(method, shape, seen, length, m, window=window).whole()
     for position in range(length, length + answer - 1):
         replay.step(position)
     assert replay.packed_at == [length + m]

@@ -88,7 +88,7 @@ def test_only_the_recommended_preset_looks_ahead_by_itself():
         ({"lookahead": 16}, 16, 16),
         ({"lookahead": 64}, 64, 32),
         ({"window": 8}, 32, 8),
-        ({"window": 64}, 32, 32),
+        ({"window": 64}, 32, 64),
         ({"window": 64, "lookahead": 0}, 0, 64),
         ({"allocator": "uniform"}, 32, 32),
         ({"scorer": "caote"}, 0, 32),
@@ -96,7 +96,10 @@ def test_only_the_recommended_preset_looks_ahead_by_itself():
     ],
 )
 def test_a_presets_own_look_ahead_goes_with_its_scorer(more, lookahead, window):
-    """By a prompt's end it judges with fewer queries than by an answer's beginning."""
+    """By a prompt's end it judges with fewer queries than by an answer's beginning.
+
+    A longer window that is asked for has the prompt's last queries beside the answer's.
+    """
     own = CompressionConfig.parse({"compress": RECOMMENDED, **more})
     assert (own.resolved_lookahead, own.resolved_window) == (lookahead, window)
     assert CompressionConfig.parse(own.to_additional_config()) == own

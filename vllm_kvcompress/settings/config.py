@@ -323,10 +323,11 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
 
     @property
     def resolved_window(self) -> int:
-        """Observation window in tokens; no longer than a look-ahead, whose queries alone judge."""
+        """Observation window in tokens; a method's own is no longer than its look-ahead."""
         parts, ahead = self.parts, self.resolved_lookahead
-        own = parts.window if parts.answer_window is None or not ahead else parts.answer_window
-        return min(own, ahead) if ahead else own
+        if not ahead or self.window is not None:
+            return parts.window
+        return min(parts.window if parts.answer_window is None else parts.answer_window, ahead)
 
     @property
     def resolved_lookahead(self) -> int:
