@@ -36,6 +36,9 @@ FLOORS = Path(__file__).with_name("floors.json")
 CHANCE = "random"
 PLACE = "from 33"
 """Tokens of an answer: the preset's look-ahead ends before them."""
+SLACK = 1.25
+"""How much more an ordinary request may lose: processors round in their own ways, and a long answer
+goes on in other words where two tokens are nearly as likely."""
 NEEDLES, REQUESTS = "needles", "requests"
 
 
@@ -150,10 +153,12 @@ def _measured(
     results: list[dict[str, Any]] = []
     # of two places of a question, but judged together
     where = {"model": model, "question": "", "tokens": size.tokens}
-    for items in _items(reader, size, name):
+    for seed, items in enumerate(_items(reader, size, name), 1):
         for item, prompt in read_items(reader, items, lambda _: True, sums=False):
             for line in measure(reader, item, prompt, todo, methods, own_answers=False):
-                results.append({**where, "task": item.task, "group": item.group, **line})
+                results.append(
+                    {**where, "seed": seed, "task": item.task, "group": item.group, **line}
+                )
     return {(c.method, c.budget): c for c in cells(results) if c.task == part.task}
 
 
@@ -195,8 +200,10 @@ def shares(cell: Cell) -> tuple[float, float, float, float]:
 
 
 def floor_of(cell: Cell) -> dict[str, float]:
+    """The ends of its intervals; of ordinary requests with some `SLACK`."""
     _, low, _, high = shares(cell)
-    return {"share": round(low, 4), "kl": round(high, 4)}
+    slack = SLACK if cell.score is None else 1.0
+    return {"share": round(1 - slack * (1 - low), 4), "kl": round(slack * high, 4)}
 
 
 def judge(found: Found, floors: Floors) -> list[str]:

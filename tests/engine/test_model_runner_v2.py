@@ -17,7 +17,7 @@ FILES = [
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference", "lost_plans"),
         *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces"),
-        *("ngram", "cuda_backends", "lookahead"),
+        *("ngram", "cuda_backends", "lookahead", "lookahead_leavers"),
         *(["quantised"] if AVX512 else []),
     )
 ]

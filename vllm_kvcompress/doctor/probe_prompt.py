@@ -7,7 +7,7 @@ from typing import Any
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
-from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
+from vllm_kvcompress.planning.schedules import EveryInterval, EveryPiece, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ANSWER = 24
@@ -93,10 +93,32 @@ class Limits:
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Blocks that a compressed request holds once `computed` of its tokens are."""
         if computed < plan.tokens:
-            return -(-computed // self.block_size)
-        holding, _ = self._after(plan, computed)
+            holding = self._in_pieces(plan.tokens - self.settings.resolved_lookahead, computed)
+        else:
+            holding, _ = self._after(plan, computed)
         ordinary = -(-computed // self.block_size) - holding.first_block
         return -(-holding.pages // self.layers) + ordinary
+
+    def _in_pieces(self, prompt: int, computed: int) -> Holding:
+        """What is held of `computed` tokens before a prompt's end is packed.
+
+        A look-ahead leaves that end whole, and not the pieces before it.
+        """
+        holding, settings = self._nothing_packed(), self.settings
+        if settings.max_whole is None or prompt <= settings.max_whole:
+            return holding
+        pieces = EveryPiece(
+            settings=settings,
+            num_layers=self.layers,
+            block_size=self.block_size,
+            tokens=prompt,
+            packs_end=False,
+        )
+        for tokens in range(settings.piece, min(computed, prompt) + 1, settings.piece):
+            plan = pieces.plan(holding, tokens)
+            if plan is not None:
+                holding.pack(plan, tokens // self.block_size)
+        return holding
 
     def times_repacked(self, plan: PagePlan) -> int:
         """How often the answer is packed again."""
