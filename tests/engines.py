@@ -38,7 +38,7 @@ def prepare_model_runner() -> None:
     triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
-    import interpreter
+    import faster_interpreter
 
     sampler.HAS_TRITON = False  # that kernel does not interpret; torch does the same
     # The interpreter does each sum of integers again in 64 bits, which compiled kernels do in debug
@@ -46,7 +46,7 @@ def prepare_model_runner() -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    interpreter.patch_language_once()
+    faster_interpreter.remember()
 
 
 def v2_drafts() -> bool:

@@ -6,7 +6,6 @@ comparison of scalars says where blocks are masked by it.
 """
 
 import functools
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -51,15 +50,3 @@ def mend() -> None:
     interpreter._convert_float = from_float8
     builder.create_splat = create_splat
     builder.create_dot = create_dot
-
-
-@functools.cache
-def patch_language_once() -> None:
-    """Let Triton's language stay what the interpreter makes of it, where nothing is compiled.
-
-    For every launch, and every call of another jitted function, the interpreter looks through all
-    of `triton.language` for what it has to replace, and takes it back again. That takes a quarter
-    of the time of an engine's steps.
-    """
-    interpreter._patch_lang(SimpleNamespace(__globals__={"language": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()

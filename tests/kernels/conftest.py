@@ -32,10 +32,11 @@ KERNELS_RUN = INTERPRETED or ON_GPU
 NO_GPU = "needs a CUDA device, and PyTorch sees none"
 
 if INTERPRETED:
+    import faster_interpreter
     import interpreter
 
     interpreter.mend()
-    interpreter.patch_language_once()
+    faster_interpreter.remember()
 
 
 def ops() -> set[Callable[..., Any]]:

@@ -15,6 +15,7 @@ OF_SEVERAL = (
     "window_layers",
     "large_caches",
     "merged_rows",
+    "overflow",
 )
 FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *OF_SEVERAL)]
 

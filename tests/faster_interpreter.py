@@ -1,0 +1,183 @@
+"""Triton's interpreter with a memory: what it works out again at each operation it works out once.
+
+Most of its time goes into types, not into numbers: of every result it builds the type of the
+block, checks the shape and makes constants of it, for each of its three forms of a type. Types
+never change once they are made, so equal ones are one here, and bear what was worked out of them.
+"""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+WORKED_OUT_BY_BUILTIN = core.load.__code__
+EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+@functools.cache
+def remember() -> None:
+    """Let the interpreter of this process remember. The language stays what it makes of it."""
+    _patch_language_once()
+    _remember_blocks()
+    _remember_of_types()
+    _compare_at_once()
+    _leave_what_fits()
+    _check_overflow_at_once()
+
+
+def _patch_language_once() -> None:
+    """For every launch, and every call of another jitted function, it looks through all of
+    `triton.language` for what it has to replace, and takes it back again.
+    """
+
+    def patch(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        # its replacement calls triton's check that there is the argument which it adds
+        if member.__code__ is WORKED_OUT_BY_BUILTIN:
+            member = member.__wrapped__
+
+        def builtin(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(package, name, builtin)
+
+    interpreter._patch_attr = patch
+    interpreter._patch_lang(SimpleNamespace(__globals__={"language": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+
+def _remember_blocks() -> None:
+    """One type for all blocks of an element and a shape."""
+    known: dict[Any, core.block_type] = {}
+    begin = core.block_type.__init__
+
+    def create(cls: type, element_ty: core.dtype, shape: Any) -> Any:
+        sizes = tuple(each.value if isinstance(each, core.constexpr) else each for each in shape)
+        if {*map(type, sizes)} != {int}:
+            return object.__new__(cls)  # which begins with an error
+        key = element_ty.name, getattr(element_ty, "address_space", None), sizes
+        if key not in known:
+            block = object.__new__(cls)
+            begin(block, element_ty, shape)
+            known[key] = block
+        return known[key]
+
+    def begin_once(self: Any, element_ty: core.dtype, shape: Any) -> None:
+        if "numel" not in vars(self):
+            begin(self, element_ty, shape)
+
+    core.block_type.__new__ = create
+    core.block_type.__init__ = begin_once
+
+
+def _remember_of_types() -> None:
+    """Of each type: its form in numpy, its form in the builder, and what its tensors have."""
+    numpy_of = interpreter._get_np_dtype
+    known: dict[str, np.dtype[Any]] = {}
+
+    def get_np_dtype(kind: core.dtype) -> np.dtype[Any]:
+        if kind.name not in known:
+            known[kind.name] = numpy_of(kind)
+        return known[kind.name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+    for cls in (core.dtype, core.pointer_type, core.block_type):
+        cls.to_ir = _once(cls.to_ir)
+
+    begin = core.tensor.__init__
+
+    def begin_tensor(self: Any, handle: Any, kind: core.dtype) -> None:
+        if "_tensors" not in vars(kind):
+            begin(self, handle, kind)
+            kind._tensors = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, kind
+        self.shape, self.numel, self.dtype = kind._tensors
+
+    core.tensor.__init__ = begin_tensor
+    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+    core.dtype.is_int = lambda self: self.name in integers
+
+
+def _once(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def remembered(self: Any, builder: Any) -> Any:
+        if "_ir" not in vars(self):
+            self._ir = to_ir(self, builder)
+        return self._ir
+
+    return remembered
+
+
+def _compare_at_once() -> None:
+    """What is the same is equal, and integers need no unwrapping."""
+
+    def at_once(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda self, other: self is other or equal(self, other)
+
+    for cls in (core.dtype, core.pointer_type, core.block_type):
+        hashed = cls.__hash__
+        cls.__eq__ = at_once(cls.__eq__)
+        cls.__hash__ = hashed
+
+    equal = core.tuple.__eq__
+
+    def equal_tuples(self: Any, other: Any) -> Any:
+        values = other.values if isinstance(other, core.tuple) else other
+        if isinstance(values, list) and {*map(type, values)} == {int}:
+            return core.constexpr(self.values == values)
+        return equal(self, other)
+
+    core.tuple.__eq__ = equal_tuples
+
+
+def _leave_what_fits() -> None:
+    """Operands of one type are not cast, and those of one shape not broadcast."""
+    operations = semantic.TritonSemantic
+    cast, broadcast = operations.cast, operations.broadcast_impl_value
+    promote = operations.computation_type_impl
+    promoted: dict[Any, core.dtype] = {}
+
+    def cast_if_other(self: Any, input: Any, dst_ty: core.dtype, *how: Any, **named: Any) -> Any:
+        same = input.dtype is dst_ty.scalar
+        return input if same else cast(self, input, dst_ty, *how, **named)
+
+    def broadcast_if_other(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left is right or (
+            left.is_block() and right.is_block() and left.shape.values == right.shape.values
+        ):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def promote_once(self: Any, a: core.dtype, a_scalar: bool, b: core.dtype, *more: bool) -> Any:
+        key = a.name, a_scalar, b.name, *more
+        if key not in promoted:
+            promoted[key] = promote(self, a, a_scalar, b, *more)
+        return promoted[key]
+
+    operations.cast = cast_if_other
+    operations.broadcast_impl_value = broadcast_if_other
+    operations.computation_type_impl = promote_once
+
+
+def _check_overflow_at_once() -> None:
+    """Sums of integers are checked with numpy, and what overflows raises.
+
+    Triton's own check makes tensors of its steps, and throws away what it found.
+    """
+
+    def check(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        kind = lhs.type.scalar
+        if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        exact = EXACT[operation.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        low, high = kind.get_int_min_value(), kind.get_int_max_value()
+        if exact.min() < low or exact.max() > high:
+            raise OverflowError(f"{operation.__name__} of {kind}")
+
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check
