@@ -97,9 +97,8 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
         time_compression(made)
     length = int(args.budget * args.prompt) if name == "bound" else args.prompt
     ids = llm.get_tokenizer().encode(english()[: args.batch * args.prompt * 8])
-    new = (
-        args.lookahead + args.steps + args.batch * 8 + 64
-    )  # nobody finishes while others are timed
+    # nobody finishes while others are timed
+    new = args.lookahead + args.steps + args.batch * 8 + 64
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for i in range(args.batch):
         prompt = ids[i * length : (i + 1) * length]

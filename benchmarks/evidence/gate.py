@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,7 @@ from benchmarks.evidence.__main__ import measure, methods_of, read_items
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, cells
 from benchmarks.evidence.reader import Reader
 from benchmarks.evidence.variants import AT_ONCE
+from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
 from vllm_kvcompress.compare.tasks import Item, build_items
 from vllm_kvcompress.methods.presets import RECOMMENDED
@@ -93,17 +94,19 @@ class Part:
     Args:
         ours: what has a floor.
         worse: what must not pass.
+        by: the floor that it must miss.
         task: under which all the prompts are one cell.
     """
 
     ours: str
     worse: str
+    by: Literal["share", "kl"]
     task: str
 
 
 PARTS: Mapping[str, Part] = {
-    NEEDLES: Part(ours=AT_ONCE, worse=CHANCE, task=ALL),
-    REQUESTS: Part(ours=RECOMMENDED, worse=AT_ONCE, task=ORDINARY),
+    NEEDLES: Part(ours=AT_ONCE, worse=CHANCE, by="share", task=ALL),
+    REQUESTS: Part(ours=RECOMMENDED, worse=AT_ONCE, by="kl", task=ORDINARY),
 }
 Found = Mapping[str, Mapping[tuple[str, float], Cell]]
 """Cells by part, and in it by method and budget."""
@@ -187,23 +190,27 @@ def _items(reader: Reader, size: Size, name: str) -> Iterator[list[Item]]:
         )
 
 
-def shares(cell: Cell) -> tuple[float, float, float, float]:
-    """A cell's share and the lower end of its interval, and its KL and the upper end of that.
+class Judged(NamedTuple):
+    """What a floor is about."""
 
-    Of needles the share of what the full cache names, of ordinary requests that of equal tokens.
-    """
-    if cell.score is not None:
-        assert cell.kl is not None
-        return cell.score.mean, cell.score.low, cell.kl.mean, cell.kl.high
-    behind = cell.along[PLACE]
-    return behind.top1.mean, behind.top1.low, behind.kl.mean, behind.kl.high
+    share: Estimate
+    """Of needles what is named of what the full cache names, of ordinary requests equal tokens."""
+    kl: Estimate
+    """Nats per token, of ordinary requests in `PLACE`."""
+
+
+def judged(cell: Cell) -> Judged:
+    if cell.score is None:
+        return Judged(cell.along[PLACE].top1, cell.along[PLACE].kl)
+    assert cell.kl is not None
+    return Judged(cell.score, cell.kl)
 
 
 def floor_of(cell: Cell) -> dict[str, float]:
     """The ends of its intervals; of ordinary requests with some `SLACK`."""
-    _, low, _, high = shares(cell)
+    share, kl = judged(cell)
     slack = SLACK if cell.score is None else 1.0
-    return {"share": round(1 - slack * (1 - low), 4), "kl": round(slack * high, 4)}
+    return {"share": round(1 - slack * (1 - share.low), 4), "kl": round(slack * kl.high, 4)}
 
 
 def judge(found: Found, floors: Floors) -> list[str]:
@@ -211,23 +218,27 @@ def judge(found: Found, floors: Floors) -> list[str]:
     faults = []
     for name, part in PARTS.items():
         for budget, floor in ((float(key), each) for key, each in floors[name].items()):
-            share, _, kl, _ = shares(found[name][part.ours, budget])
-            least, _, moved, _ = shares(found[name][part.worse, budget])
-            if share < floor["share"]:
+            ours = judged(found[name][part.ours, budget])
+            worse = judged(found[name][part.worse, budget])
+            if ours.share.mean < floor["share"]:
                 faults.append(
                     f"{name}: {part.ours} at {budget} must answer at least {floor['share']:.1%} as"
-                    f" the full cache does, and answers {share:.1%}"
+                    f" the full cache does, and answers {ours.share.mean:.1%}"
                 )
-            if kl > floor["kl"]:
+            if ours.kl.mean > floor["kl"]:
                 faults.append(
                     f"{name}: {part.ours} at {budget} must stay within {floor['kl']} nats per token"
-                    f" of the full cache, and measured {kl:.4f}"
+                    f" of the full cache, and measured {ours.kl.mean:.4f}"
                 )
-            if least >= floor["share"] and moved <= floor["kl"]:
+            passes = {
+                "share": worse.share.mean >= floor["share"],
+                "kl": worse.kl.mean <= floor["kl"],
+            }
+            if passes[part.by]:
                 faults.append(
                     f"{name}: the floors at {budget}, {floor['share']:.1%} and {floor['kl']} nats,"
-                    f" would let {part.worse} through with {least:.1%} and {moved:.4f}: ask more or"
-                    " harder prompts"
+                    f" would let {part.worse} through with {worse.share.mean:.1%} and"
+                    f" {worse.kl.mean:.4f}: ask more or harder prompts"
                 )
     return faults
 
@@ -238,17 +249,17 @@ def table(found: Found, floors: Floors) -> Table:
     )
     for name, here in found.items():
         for (method, budget), cell in here.items():
-            share, low, kl, high = shares(cell)
+            share, kl = judged(cell)
             floor = floors[name][str(budget)] if method == PARTS[name].ours else None
             made.add_row(
                 name,
                 method,
                 f"{budget:g}",
-                f"{share:.1%}",
-                f"{low:.1%}",
+                f"{share.mean:.1%}",
+                f"{share.low:.1%}",
                 f"{floor['share']:.1%}" if floor else "",
-                f"{kl:.3f}",
-                f"{high:.3f}",
+                f"{kl.mean:.3f}",
+                f"{kl.high:.3f}",
                 f"{floor['kl']:.3f}" if floor else "",
                 str(cell.same.prompts),
             )

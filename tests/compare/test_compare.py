@@ -106,7 +106,7 @@ def test_nothing_was_compressed(asked, fake, tmp_path, usage):
         # an answer without a word may be any: but the counters say that there was none
         assert done.status == 1
     assert "WARNING: nothing was compressed by cake 0.5, cake 0.2, snapkv 0.5, snapkv 0.2" in said
-    assert "Prompts below 1,000 tokens are, and those whose answer ends within" in said
+    assert "Prompts below 1,000 tokens are. Prompts whose answer ends within" in said
     assert cells(report(tmp_path))["cake", 0.2]["compressed"] == 0
     assert done.status == 1
 

@@ -215,11 +215,11 @@ class Comparison:
         whole = [str(s.cell) for s in asked if s.compressed == 0 and not s.baseline]
         if whole:
             least = self._served.settings.get("min_prompt")
-            short = "" if least is None else f" Prompts below {int(least):,} tokens are, and"
+            short = "" if least is None else f" Prompts below {int(least):,} tokens are."
             remarks.append(
                 f"WARNING: nothing was compressed by {', '.join(whole)}: the server left every"
-                f" prompt whole.{short or ' So are'} those whose answer ends within the method's"
-                " look-ahead. Lower --kv-min-prompt there, or take longer prompts and answers."
+                f" prompt whole.{short} Prompts whose answer ends within the method's look-ahead"
+                " are too. Lower --kv-min-prompt there, or take longer prompts and answers."
             )
         scored = {o.key for o in self._outcomes if o.score is not None}
         unscored = {o.key for o in self._outcomes} - scored
