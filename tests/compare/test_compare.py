@@ -74,7 +74,8 @@ def test_nothing_of_prompts_or_answers_is_kept_or_printed(asked, tmp_path):
     done = asked()
     kept = [p.read_bytes() for p in (tmp_path / "out").iterdir()]
     assert kept
-    assert not any(b"secret" in text or b"11111" in text for text in kept)
+    # the whole answer: five ones alone are found now and then in a time or in a picture's point
+    assert not any(b"secret" in text or b"11111111" in text for text in kept)
     assert "secret" not in done.out + done.err
 
 

@@ -66,5 +66,6 @@ def test_what_was_done_is_kept_and_gone_on_with(fake, tmp_path, sign):
     assert found["complete"]
     assert [cell["asked"] for cell in found["cells"]] == [30, 30]
     assert found["cells"][1]["exact"]["mean"] == 0.5
-    # what is left, and the full cache once more for each prompt that was begun
-    assert 60 - done <= len(fake.prompts) - before <= 60 - done + 30
+    # What is left, and the full cache once more for each prompt that was begun. One request
+    # of the command that was killed may reach the server after its end.
+    assert 60 - done <= len(fake.prompts) - before <= 60 - done + 30 + 1

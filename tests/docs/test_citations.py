@@ -135,8 +135,16 @@ def test_the_table_of_presets_is_the_codes():
             linked, target = part(cell)
             assert linked == getattr(preset, role.lower()), (name, role)
             assert f"{role} `{linked}`." in named(where[target], role), (name, role)
-        assert int(window) == preset.window, name
+        assert window_and_lookahead(window) == (preset.window, preset.lookahead), name
         assert merge == ("yes" if preset.merge else "no"), name
+
+
+def window_and_lookahead(cell: str) -> tuple[int, int]:
+    """The window and the look-ahead of a cell such as ``16, after its [look-ahead](#...) 32``."""
+    window, ahead = re.fullmatch(
+        r"(\d+)(?:, after its \[look-ahead\]\(#\S+\) (\d+))?", cell
+    ).groups()
+    return int(window), int(ahead or 0)
 
 
 def rows_of(body: str) -> list[str]:
