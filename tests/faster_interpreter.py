@@ -6,6 +6,7 @@ never change once they are made, so equal ones are one here, and bear what was w
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 def remember() -> None:
     """Let the interpreter of this process remember. The language stays what it makes of it."""
     _patch_language_once()
+    _look_at_kernels_once()
     _remember_blocks()
     _remember_of_types()
     _compare_at_once()
@@ -49,6 +51,19 @@ def _patch_language_once() -> None:
     interpreter._patch_attr = patch
     interpreter._patch_lang(SimpleNamespace(__globals__={"language": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+
+def _look_at_kernels_once() -> None:
+    """What a kernel's arguments are called is asked at each launch, three times."""
+    signature = functools.cache(inspect.signature)
+
+    def callargs(kernel: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature(kernel).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    own = {"getfullargspec": functools.cache(inspect.getfullargspec), "getcallargs": callargs}
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), **own})
 
 
 def _remember_blocks() -> None:
