@@ -327,7 +327,8 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
                 answer, at = answer[: min(at, default=len(answer))], []
             llm.alone(request.prompt, len(answer), answer, at, extra_args=asks[request_id])
         llm.manager.replace_settings(config)
-        others = [request_id for request_id in asked if request_id not in single]
+        # those that answer as long go together, or all would wait for one
+        others = sorted(asked.keys() - single, key=lambda name: (asked[name].new, int(name)))
         for start in range(0, len(others), TOGETHER):
             few = others[start : start + TOGETHER]
             for request_id in few:
