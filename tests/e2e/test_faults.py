@@ -1,16 +1,14 @@
 """What goes wrong in production, done to a real server: nobody waits, nothing stays held."""
 
 import concurrent.futures
-import json
 import signal
-import time
-from contextlib import contextmanager
 
 import httpx
 import psutil
 import pytest
 
 from idling import idle, wait_for
+from streams import asking, listen, streaming
 from vllm_kvcompress.serving.process import serve
 from vllm_kvcompress.serving.text import long_prompt
 
@@ -27,7 +25,6 @@ FLAGS = [
     *("--kv-max-whole", "600", "--kv-piece", "256"),  # every prompt but the longest stands whole
     *("--kv-lookahead", str(AHEAD), "--kv-compress-config", '{"log_requests": true}'),
 ]
-DONE = {"length", "stop"}
 PACKED = "repacked_answers", "packed_pieces"
 
 
@@ -38,46 +35,9 @@ def text(demo_model):
     return long_prompt(AutoTokenizer.from_pretrained(demo_model), 540)
 
 
-def asking(text, tokens, **more):
-    common = {"model": "demo", "prompt": text, "max_tokens": tokens, "temperature": 0}
-    return common | {"ignore_eos": True} | more
-
-
-@contextmanager
-def streaming(server, text, tokens, **more):
-    """Events of one streamed completion, as they come."""
-    sent = asking(text, tokens, stream=True, **more)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=600) as answer:
-
-        def events():
-            for line in answer.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    yield json.loads(line.removeprefix("data: "))
-
-        yield events()
-
-
-def listen(server, text, tokens, **more):
-    """How one stream ended: its finish reason, or what broke it."""
-    try:
-        with streaming(server, text, tokens, **more) as events:
-            reason = None
-            for event in events:
-                if "error" in event:
-                    return "error"
-                reason = event["choices"][0]["finish_reason"] or reason
-            return reason or "cut off"
-    except httpx.HTTPError as e:
-        return type(e).__name__
-
-
 def processes(server):
     root = psutil.Process(server.process.pid)
     return [root, *root.children(recursive=True)]
-
-
-def engine_of(server):
-    return next(p for p in processes(server) if "EngineCore" in " ".join(p.cmdline()))
 
 
 @pytest.fixture(scope="module")
@@ -197,20 +157,3 @@ def test_sigterm_lets_running_answers_finish(server, text):
         assert [end.result(timeout=600) for end in ends] == ["length"] * 3
     assert server.process.wait(300) == 0
     assert server.compressed()[done].lookahead == AHEAD
-
-
-def test_a_killed_engine_is_an_error_for_everyone_at_once(demo_model, text, tmp_path):
-    """In the middle of compressions: each client hears of it, and the server ends."""
-    with serve(demo_model, FLAGS, tmp_path / "log") as server:
-        with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            asks = [{"kv_lookahead": 8 * (i % 2)} for i in range(6)]
-            ends = [pool.submit(listen, server, f"{i} {text}", 200, vllm_xargs=own)
-                    for i, own in enumerate(asks)]  # fmt: skip
-            wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= 2)
-            engine_of(server).send_signal(signal.SIGKILL)
-            killed = time.monotonic()
-            reasons = [end.result(timeout=300) for end in ends]
-            heard_s = time.monotonic() - killed
-        assert server.process.wait(300) is not None
-        print(f"all clients knew after {heard_s:.1f} s: {sorted(set(reasons))}")  # noqa: T201
-    assert not DONE & set(reasons), reasons

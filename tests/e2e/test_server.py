@@ -4,15 +4,19 @@ import concurrent.futures
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from openai import BadRequestError, OpenAI
 
+from idling import wait_for
+from streams import listen
 from vllm_kvcompress.demo.ask import ask
 from vllm_kvcompress.serving.process import ENVIRONMENT, serve
 from vllm_kvcompress.serving.text import long_prompt
@@ -188,11 +192,30 @@ def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):
     assert client.completions.create(model="demo", prompt="Hello", max_tokens=2).choices
 
 
+def test_a_killed_engine_is_an_error_for_everyone_at_once(server, text):
+    """The last test on this server. In the middle of compressions: each client hears of it, and
+    the server ends.
+    """
+    before = server.metric("vllm:kv_compress_requests_total")
+    root = psutil.Process(server.process.pid)
+    engine = next(p for p in root.children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    half = text[: len(text) // 2]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        ends = [pool.submit(listen, server, f"{i} {half}", 200) for i in range(6)]
+        wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= before + 2)
+        engine.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        reasons = [end.result(timeout=300) for end in ends]
+        heard_s = time.monotonic() - killed
+    assert server.process.wait(300) is not None
+    print(f"all clients knew after {heard_s:.1f} s: {sorted(set(reasons))}")  # noqa: T201
+    assert not {"length", "stop"} & set(reasons), reasons
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--kv-compress", "caek"], "did you mean 'cake'"),
-        (["--kv-compress", "cake", "--kv-alias", "fast=cake"], "must be NAME=METHOD:BUDGET"),
         (["--kv-compress", "cake", "--pipeline-parallel-size", "4"], "must hold as many layers"),
     ],
 )

@@ -106,6 +106,7 @@ def test_without_flags_nothing_is_added(model):
         (["--kv-compress", "cake", "--kv-allow-override", "cakee"], "did you mean 'cake'"),
         (["--kv-compress", "cake", "--kv-budget-bounds", "0.5:0.1"], "must be MIN:MAX"),
         (["--kv-compress", "cake", "--kv-alias", "fast"], "must be NAME=METHOD:BUDGET"),
+        (["--kv-compress", "cake", "--kv-alias", "fast=cake"], "must be NAME=METHOD:BUDGET"),
         (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2", "--kv-alias", "b=x:1"], "'x'"),
         (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
         (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
