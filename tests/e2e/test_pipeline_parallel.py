@@ -8,9 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ import engines
 from broken_sites import broken
 from checkpoints import make, tokens
 from configuring import configure
-from engines import engine, settings
+from engines import Engine, engine, leave_async_scheduling, settings
+from idling import wait_for
+from own_workers import SLEEPY, workers_with
 from vllm_kvcompress.commands.plan import ask
 from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.engine.messages.settings import active_settings
@@ -84,98 +87,66 @@ def asks(method: str, new: int) -> dict[str, Any]:
     return {"kv_compress": method, **ahead}
 
 
-SCRIPT = """
-import json, sys
-import pytest
-from engines import leave_async_scheduling, prepare_model_runner
-prepare_model_runner()  # in each worker too, which imports this
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    model, settings, rounds, prompts, stages, ranks, more = json.loads(sys.argv[1])
-    leave_async_scheduling(pytest.MonkeyPatch())
-    llm = LLM(
-        model, pipeline_parallel_size=stages, tensor_parallel_size=ranks, skip_tokenizer_init=True,
-        enforce_eager=True, dtype="float32", max_model_len=2048, block_size=32,
-        additional_config=settings, num_gpu_blocks_override=129, distributed_executor_backend="mp",
-        **more,
-    )
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
-    for method, tokens, asks in rounds:
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
-        )
-        inputs = [{"prompt_token_ids": p} for p in prompts]
-        done = llm.generate(inputs, params, use_tqdm=False)
-        assert pool.get_num_free_blocks() == free, method
-        kept = [getattr(o, "kv_compress", None) for o in done]
-        answers = [list(o.outputs[0].token_ids) for o in done]
-        print("ANSWERS", json.dumps([answers, kept]), flush=True)
-"""
-Done = subprocess.CompletedProcess[str]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make("llama-gqa", tmp_path_factory.mktemp("stages"))
 
 
-def start(
-    model: str,
-    rounds: Sequence[tuple[str, int]],
-    stages: int,
-    ranks: int,
-    site: str = BUFFERS,
-    environment: Mapping[str, str] = MappingProxyType({}),
-    **more: object,
-) -> Done:
-    """Run the script: one engine of so many stages of so many ranks."""
-    folder = Path(model).with_name(f"{stages}-{ranks}-{len(site)}")
-    folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
-    (folder / "sitecustomize.py").write_text(site)
-    asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}]
-    asked += [[(method, new, asks(method, new)) for method, new in rounds], PROMPTS]
-    here = str(Path(engines.__file__).parent)
-    path = os.pathsep.join(filter(None, [str(folder), here, os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, str(folder / "script.py"), json.dumps([*asked, stages, ranks, more])],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        cwd=folder,
-        env={
-            **os.environ,
-            **environment,
-            "PYTHONPATH": path,
-            "VLLM_LOGGING_LEVEL": "INFO",
-        },
-    )
+Kept = list[dict[str, Any] | None]
 
 
-def told(done: Done) -> list[tuple[list[list[int]], list[dict]]]:
-    """Answers and what was kept, round by round, of an engine that served all of them."""
-    assert done.returncode == 0, done.stderr[-3000:]
-    return answered(done)
+@contextmanager
+def ranks(model: str, stages: int, each: int) -> Iterator[Engine]:
+    """An engine in this process; its stages, of so many ranks each, are processes."""
+    options = dict(pipeline_parallel_size=stages, tensor_parallel_size=each, blocks=129)
+    usage = {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}
+    with pytest.MonkeyPatch.context() as patch:
+        leave_async_scheduling(patch)
+        with engine(
+            model, additional_config=usage, max_model_len=2048,
+            distributed_executor_backend="mp", **options,
+        ) as llm:  # fmt: skip
+            yield llm
 
 
-def answered(done: Done) -> list[tuple[list[list[int]], list[dict]]]:
-    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
-    return [tuple(json.loads(line.removeprefix("ANSWERS "))) for line in lines]
+def told(llm: Engine, method: str, new: int) -> tuple[list[list[int]], Kept]:
+    """What is answered to all prompts, and what was kept of them; all blocks come back."""
+    free = llm.free_blocks
+    done = llm.outputs(PROMPTS, new, extra_args=asks(method, new))
+    assert llm.free_blocks == free, method
+    answers = [list(output.outputs[0].token_ids) for output in done]
+    return answers, json.loads(json.dumps([getattr(x, "kv_compress", None) for x in done]))
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What two stages did.
+
+    Args:
+        answers: by round, what they answered and kept.
+        log: what they said until the last answer.
+        ended: what they said of the round that ends the engine.
+    """
+
+    answers: dict[tuple[str, int], tuple[list[list[int]], Kept]]
+    log: str
+    ended: str
 
 
 @pytest.fixture(scope="module")
-def two_stages(model):
+def on_two(model, tmp_path_factory):
     """One engine of two stages, whose first one cannot pack the last round's prompts."""
-    return start(model, [*ROUNDS, (FAILING, 12)], 2, 1, BUFFERS + FIRST_FAILS)
-
-
-@pytest.fixture(scope="module")
-def on_two(two_stages):
-    """By round, what two stages answer and keep; and what they logged until the last answer."""
-    log, _, _ = two_stages.stdout.rpartition("ANSWERS ")
-    return dict(zip(ROUNDS, answered(two_stages), strict=True)), log
+    folder = tmp_path_factory.mktemp("two")
+    with workers_with(folder, BUFFERS + FIRST_FAILS) as log, ranks(model, 2, 1) as llm:
+        answers = {(method, new): told(llm, method, new) for method, new in ROUNDS}
+        until = len(log.read_text())
+        stages = [worker.proc for worker in llm.core.model_executor.workers]
+        assert all(stage.is_alive() for stage in stages)
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            told(llm, FAILING, 12)
+        wait_for(lambda: not any(stage.is_alive() for stage in stages))
+    said = log.read_text()
+    return Stages(answers, said[:until], said[until:])
 
 
 @pytest.fixture(scope="module")
@@ -194,19 +165,17 @@ SAME = ["snapkv", "tova", "h2o", "off"]
 @pytest.mark.parametrize("method", SAME)
 def test_two_stages_answer_as_one(method, on_two, on_one):
     """A layer's choice is its own; where it is, makes no difference. In pieces too."""
-    answers, _ = on_two
     alike = slice(None) if method == "off" else ALIKE
-    assert answers[method, 12][0][alike] == on_one[method, 12][alike]
+    assert on_two.answers[method, 12][0][alike] == on_one[method, 12][alike]
 
 
 def test_two_stages_pack_an_answer_again_as_one(on_two, on_one):
-    answers, _ = on_two
-    assert answers["snapkv", LONG][0][ALIKE] == on_one["snapkv", LONG][ALIKE]
+    assert on_two.answers["snapkv", LONG][0][ALIKE] == on_one["snapkv", LONG][ALIKE]
 
 
 def test_the_last_stage_reports_the_layers_of_both(on_two):
     """By their places in the model; each stage shares out a budget, from its first layer on."""
-    answers, log = on_two
+    answers, log = on_two.answers, on_two.log
     _, kept = answers["snapkv", 12]
     of_one = CompressionConfig.parse(SETTINGS["kvcompress"]).prompt(2, LENGTHS[-1])
     assert page_plan(of_one, 32).pages == 4 + 3
@@ -230,13 +199,15 @@ def test_the_last_stage_reports_the_layers_of_both(on_two):
 
 def test_plan_counts_a_stages_layers(model, on_two):
     """Its blocks are those that each stage packs into, its bytes those that one takes."""
-    _, log = on_two
     own = {**SETTINGS["kvcompress"], "lookahead": 0}  # as short answers ask for
     options = dict(everything=json.dumps(own), length=LENGTHS[0], output=12,
                    block_size=32, dtype="float32", ranks=1, longest=2048, requests=64, device="cpu",
                    model=model)  # fmt: skip
     found = ask(PlanOptions(**options, stages=2)).forecast
-    assert f"blocks_after={found.on.decoding} layer_tokens={[128] * 4}".replace(", ", ",") in log
+    assert (
+        f"blocks_after={found.on.decoding} layer_tokens={[128] * 4}".replace(", ", ",")
+        in on_two.log
+    )
     assert found.kept_tokens == 128
     assert 2 * found.block_bytes == ask(PlanOptions(**options)).forecast.block_bytes
     config = configure(
@@ -251,28 +222,94 @@ def test_plan_counts_a_stages_layers(model, on_two):
 
 
 def test_what_is_shared_out_anew_keeps_the_first_token(on_two, on_one):
-    answers, _ = on_two
     for method in ("pyramidkv", "cake"):
-        mine, theirs = answers[method, 12][0], on_one[method, 12]
+        mine, theirs = on_two.answers[method, 12][0], on_one[method, 12]
         # the second prompt goes in pieces: its last chunk reads what the first one left
         assert mine[0][0] == theirs[0][0]
         assert mine[2] == theirs[2]
 
 
-def test_two_stages_of_two_ranks_answer_so_too(model, on_one):
-    rounds = [("snapkv", 12), ("snapkv", LONG)]
-    for (method, new), (answers, kept) in zip(
-        rounds, told(start(model, rounds, 2, 2)), strict=True
-    ):
-        assert answers[ALIKE] == on_one[method, new][ALIKE]
-        assert kept[0]["layer_tokens"] == [128 + kept[0].get("lookahead", 0)] * 4
+def test_two_stages_of_two_ranks_answer_so_too(model, on_one, tmp_path):
+    with workers_with(tmp_path, BUFFERS), ranks(model, 2, 2) as llm:
+        for method, new in (("snapkv", 12), ("snapkv", LONG)):
+            answers, kept = told(llm, method, new)
+            assert answers[ALIKE] == on_one[method, new][ALIKE]
+            assert kept[0]["layer_tokens"] == [128 + kept[0].get("lookahead", 0)] * 4
 
 
-def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):
-    """What CUDA runs, steps that overlap included: vLLM's own runner, in Triton's interpreter."""
+def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory, tmp_path):
+    """One stage: each rank has the sinks of its own heads, and a pool that both groups share."""
+    model = make("gpt-oss", tmp_path_factory.mktemp("windows"))
+    rounds = [("snapkv", 12), ("h2o", 12), ("off", 12), ("snapkv", LONG)]
+    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
+        alone = [llm.generate(PROMPTS, new, extra_args=asks(method, new)) for method, new in rounds]
+    with workers_with(tmp_path), ranks(model, 1, 2) as llm:
+        assert [told(llm, *each)[0] for each in rounds] == alone
+
+
+def test_a_stage_that_cannot_pack_ends_the_engine(on_two):
+    """It must not go on: its blocks are free, and the last stage knows of nothing."""
+    assert "a rank that could not compress a prompt must not go on" in on_two.ended
+
+
+# -- on what CUDA runs -----------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+import pytest
+from engines import leave_async_scheduling, prepare_model_runner
+prepare_model_runner()  # in each worker too, which imports this
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, settings, rounds, prompts = json.loads(sys.argv[1])
+    leave_async_scheduling(pytest.MonkeyPatch())
+    llm = LLM(
+        model, pipeline_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
+        dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
+        num_gpu_blocks_override=129, distributed_executor_backend="mp", async_scheduling=True,
+    )
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    for method, tokens, asks in rounds:
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
+        )
+        inputs = [{"prompt_token_ids": p} for p in prompts]
+        done = llm.generate(inputs, params, use_tqdm=False)
+        assert pool.get_num_free_blocks() == free, method
+        kept = [getattr(o, "kv_compress", None) for o in done]
+        answers = [list(o.outputs[0].token_ids) for o in done]
+        print("ANSWERS", json.dumps([answers, kept]), flush=True)
+"""
+
+
+def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one, tmp_path):
+    """Steps that overlap included: vLLM's own runner, in Triton's interpreter."""
     rounds = [("snapkv", 12), ("tova", 12), ("h2o", 12), ("snapkv", LONG)]
-    done = start(model, rounds, 2, 1, "", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, async_scheduling=True)
-    for (method, new), (answers, kept) in zip(rounds, told(done), strict=True):
+    (tmp_path / "sitecustomize.py").write_text(SLEEPY)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}]
+    asked += [[(method, new, asks(method, new)) for method, new in rounds], PROMPTS]
+    paths = [str(tmp_path), str(Path(engines.__file__).parent), os.environ.get("PYTHONPATH")]
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "VLLM_LOGGING_LEVEL": "INFO",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [x for x in done.stdout.splitlines() if x.startswith("ANSWERS ")]
+    for (method, new), line in zip(rounds, lines, strict=True):
+        answers, kept = json.loads(line.removeprefix("ANSWERS "))
         assert answers[ALIKE] == on_one[method, new][ALIKE]
         ahead = kept[0].get("lookahead", 0)
         assert ahead == (12 if new == LONG else 0)
@@ -280,25 +317,6 @@ def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one):
     log = done.stdout + done.stderr
     assert "Using V2 Model Runner" in log
     assert "CompressingAsyncScheduler" in log
-
-
-def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
-    """One stage: each rank has the sinks of its own heads, and a pool that both groups share."""
-    model = make("gpt-oss", tmp_path_factory.mktemp("windows"))
-    rounds = [("snapkv", 12), ("h2o", 12), ("off", 12), ("snapkv", LONG)]
-    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
-        for (method, new), (answers, _) in zip(
-            rounds, told(start(model, rounds, 1, 2)), strict=True
-        ):
-            assert answers == llm.generate(PROMPTS, new, extra_args=asks(method, new))
-
-
-def test_a_stage_that_cannot_pack_ends_the_engine(two_stages):
-    """It must not go on: its blocks are free, and the last stage knows of nothing."""
-    assert two_stages.returncode != 0
-    assert len(answered(two_stages)) == len(ROUNDS)
-    log = two_stages.stdout + two_stages.stderr
-    assert "a rank that could not compress a prompt must not go on" in log
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import pytest
 
 from broken_sites import broken
 from checkpoints import make, tokens
-from engines import engine, settings
+from engines import Engine, engine, settings
+from idling import wait_for
 from local_ray import DEVICE, local_ray
+from own_workers import workers_with
 from processor import AVX512
 from vllm_kvcompress.errors import SeamError
 
@@ -50,26 +54,6 @@ def asks(method: str, new: int) -> dict[str, Any]:
     return {"kv_compress": method, **ahead}
 
 
-SCRIPT = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    model, settings, rounds, prompts, executor = json.loads(sys.argv[1])
-    llm = LLM(
-        model, tensor_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
-        dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
-        num_gpu_blocks_override=129, distributed_executor_backend=executor,
-    )
-    for method, tokens, asks in rounds:
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
-        )
-        inputs = [{"prompt_token_ids": p} for p in prompts]
-        done = llm.generate(inputs, params, use_tqdm=False)
-        print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]), flush=True)
-"""
-
-
 # What the second rank raises, nobody hears: vLLM asks the first one alone. It cannot pack where the
 # engine's own environment says so, which reaches Ray's actors too: prompts of one method, at the
 # end of their prefill, or after their look-ahead.
@@ -88,15 +72,142 @@ def model(tmp_path_factory):
     return make("llama-gqa", tmp_path_factory.mktemp("ranks"))
 
 
-def start(
-    model: str, rounds: Sequence[tuple[str, int]], executor: str = "mp", **environment: str
-) -> Done:
-    """Run the script: one engine of two ranks."""
+@contextmanager
+def two(model: str, executor: str) -> Iterator[Engine]:
+    """An engine in this process, whose two ranks are not."""
+    options = dict(tensor_parallel_size=2, distributed_executor_backend=executor, blocks=129)
+    with engine(model, additional_config=SETTINGS, max_model_len=2048, **options) as llm:
+        yield llm
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What two ranks did.
+
+    Args:
+        answers: by method, and ``long``.
+        log: what both said until the last answer.
+        ended: what they said, and the engine raised, of the round that ends it.
+    """
+
+    answers: dict[str, list[list[int]]]
+    log: str
+    ended: str
+
+
+@pytest.fixture(scope="module")
+def on_two(model, tmp_path_factory):
+    """One engine of two ranks, the second of which cannot pack the last round's prompts.
+
+    It is told so while answers are to judge them.
+    """
+    folder = tmp_path_factory.mktemp("two")
+    with (
+        workers_with(folder, SECOND_FAILS, CANNOT_PACK=f"{FAILING} ahead") as log,
+        two(model, "mp") as llm,
+    ):
+        rounds = {method: (method, new) for method, new in ROUNDS} | {"long": ("snapkv", LONG)}
+        answers = {
+            name: llm.generate(PROMPTS, new, extra_args=asks(method, new))
+            for name, (method, new) in rounds.items()
+        }
+        until = len(log.read_text())
+        ranks = [worker.proc for worker in llm.core.model_executor.workers]
+        assert all(rank.is_alive() for rank in ranks)
+        with pytest.raises(Exception) as ended:  # noqa: PT011
+            llm.generate(PROMPTS, LONG, extra_args=asks(FAILING, LONG))
+        wait_for(lambda: not any(rank.is_alive() for rank in ranks))
+    said = log.read_text()
+    return Ranks(answers, said[:until], f"{said[until:]}{ended.value}")
+
+
+@pytest.fixture(scope="module")
+def on_one(model):
+    """By method, and uncompressed as ``off``, the answers of one rank, in this process."""
+    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
+        answers = {
+            method: llm.generate(PROMPTS, 12, extra_args=asks(method, 12))
+            for method in (*METHODS, "off")
+        }
+        again = llm.watch_repacking()
+        answers["long"] = llm.generate(PROMPTS, LONG)
+        assert len(again) >= 3 * len(PROMPTS)
+        return answers
+
+
+def test_two_ranks_answer_as_one(on_two, on_one):
+    """SnapKV chooses per KV head: which rank a head is on makes no difference."""
+    assert on_two.answers["snapkv"] == on_one["snapkv"]
+
+
+def test_two_ranks_pack_an_answer_again_as_one(on_two, on_one):
+    """Each its own heads, to the same number of pages: the whole answers are the same."""
+    assert on_two.answers["long"] == on_one["long"]
+
+
+def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_two, on_one):
+    """CAKE's layer budgets come from each rank's own heads, so later tokens may differ.
+
+    What the scheduler counts may not: every rank keeps as many pages and blocks.
+    """
+    answers, whole = on_two.answers, on_one["off"]
+    # what goes in pieces reads what earlier ones kept, already before its first token
+    stand = [index for index, length in enumerate(LENGTHS) if length <= 512]
+    assert [answers["cake"][i][0] for i in stand] == [whole[i][0] for i in stand]
+    assert answers["cake"][2] == whole[2]
+    line = r"request=(\S+) prompt_tokens=(\d+) kept_tokens=(\S+) .*blocks_after=(\d+)"
+    kept = Counter(re.findall(line, on_two.log))
+    long = [length for length in LENGTHS if length >= 128]
+    assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(long * (len(METHODS) + 1))
+    assert set(kept.values()) == {2}, kept  # both ranks say the same
+
+
+def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(on_two):
+    """Its layers would read what was never packed: it ends, and with it the other and the engine.
+
+    Nothing of that round is delivered, and what came before is right (the tests above).
+    """
+    ended_with_the_rank(on_two.ended)
+
+
+def ended_with_the_rank(said: str) -> None:
+    assert "a rank that could not compress a prompt must not go on" in said
+    # vLLM did not wait in vain, which takes it 300 s. Collectives run in shared memory where the
+    # processor has AVX-512, and its monitor sees the process end; elsewhere they run over a socket,
+    # and the other rank sees it close.
+    assert ("died unexpectedly" if AVX512 else "Connection closed by peer") in said
+
+
+# -- as Ray's actors -------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, settings, rounds, prompts = json.loads(sys.argv[1])
+    llm = LLM(
+        model, tensor_parallel_size=2, skip_tokenizer_init=True, enforce_eager=True,
+        dtype="float32", max_model_len=2048, block_size=32, additional_config=settings,
+        num_gpu_blocks_override=129, distributed_executor_backend="ray",
+    )
+    for method, tokens, asks in rounds:
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=asks
+        )
+        inputs = [{"prompt_token_ids": p} for p in prompts]
+        done = llm.generate(inputs, params, use_tqdm=False)
+        print("ANSWERS", json.dumps([list(o.outputs[0].token_ids) for o in done]), flush=True)
+"""
+
+
+def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> Done:
+    """Run the script: one engine of two actors, and in a process of its own."""
     script = Path(model).with_name("script.py")
     script.write_text(SCRIPT)
     asked = [(method, new, asks(method, new)) for method, new in rounds]
     return subprocess.run(
-        [sys.executable, str(script), json.dumps([model, SETTINGS, asked, PROMPTS, executor])],
+        [sys.executable, str(script), json.dumps([model, SETTINGS, asked, PROMPTS])],
         capture_output=True,
         text=True,
         timeout=600,
@@ -118,91 +229,6 @@ def answers(done: Done) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model, tmp_path_factory):
-    """One engine of two ranks, the second of which cannot pack the last round's prompts.
-
-    It is told so while answers are to judge them.
-    """
-    site = tmp_path_factory.mktemp("site")
-    (site / "sitecustomize.py").write_text(SECOND_FAILS)
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    rounds = [*ROUNDS, ("snapkv", LONG), (FAILING, LONG)]
-    return start(model, rounds, PYTHONPATH=path, CANNOT_PACK=f"{FAILING} ahead")
-
-
-@pytest.fixture(scope="module")
-def on_two(two_ranks):
-    """By method, the answers of two ranks; and what both logged until the last answer."""
-    log, _, _ = two_ranks.stdout.rpartition("ANSWERS ")
-    return dict(zip((*METHODS, "long"), answers(two_ranks), strict=True)), log
-
-
-@pytest.fixture(scope="module")
-def on_one(model):
-    """By method, and uncompressed as ``off``, the answers of one rank, in this process."""
-    with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
-        answers = {
-            method: llm.generate(PROMPTS, 12, extra_args=asks(method, 12))
-            for method in (*METHODS, "off")
-        }
-        again = llm.watch_repacking()
-        answers["long"] = llm.generate(PROMPTS, LONG)
-        assert len(again) >= 3 * len(PROMPTS)
-        return answers
-
-
-def test_two_ranks_answer_as_one(on_two, on_one):
-    """SnapKV chooses per KV head: which rank a head is on makes no difference."""
-    answers, _ = on_two
-    assert answers["snapkv"] == on_one["snapkv"]
-
-
-def test_two_ranks_pack_an_answer_again_as_one(on_two, on_one):
-    """Each its own heads, to the same number of pages: the whole answers are the same."""
-    answers, _ = on_two
-    assert answers["long"] == on_one["long"]
-
-
-def test_trap_15_cake_on_two_ranks_keeps_the_first_token_and_as_many_blocks(on_two, on_one):
-    """CAKE's layer budgets come from each rank's own heads, so later tokens may differ.
-
-    What the scheduler counts may not: every rank keeps as many pages and blocks.
-    """
-    (answers, log), whole = on_two, on_one["off"]
-    # what goes in pieces reads what earlier ones kept, already before its first token
-    stand = [index for index, length in enumerate(LENGTHS) if length <= 512]
-    assert [answers["cake"][i][0] for i in stand] == [whole[i][0] for i in stand]
-    assert answers["cake"][2] == whole[2]
-    line = r"request=(\S+) prompt_tokens=(\d+) kept_tokens=(\S+) .*blocks_after=(\d+)"
-    kept = Counter(re.findall(line, log))
-    long = [length for length in LENGTHS if length >= 128]
-    assert sorted(int(tokens) for _, tokens, *_ in kept) == sorted(long * (len(METHODS) + 1))
-    assert set(kept.values()) == {2}, kept  # both ranks say the same
-
-
-def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(two_ranks, on_two):
-    """Its layers would read what was never packed: it ends, and with it the engine.
-
-    Nothing of that round is delivered, and what came before is right (the tests above).
-    """
-    ended_with_the_rank(two_ranks)
-    assert len(answers(two_ranks)) == len(METHODS) + 1
-
-
-def ended_with_the_rank(done: Done) -> None:
-    log = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "a rank that could not compress a prompt must not go on" in log
-    # vLLM did not wait in vain, which takes it 300 s. Collectives run in shared memory where the
-    # processor has AVX-512, and its monitor sees the process end; elsewhere they run over a socket,
-    # and the other rank sees it close.
-    assert ("died unexpectedly" if AVX512 else "Connection closed by peer") in log
-
-
-# -- as Ray's actors -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
 def two_nodes():
     with local_ray([SECOND_FAILS] * 2) as environment:
         yield environment
@@ -213,10 +239,10 @@ def test_an_actor_that_could_not_pack_is_not_believed_by_the_others(model, two_n
 
     It stands before the tests of `on_ray`, whose actors hold both devices.
     """
-    expected, _ = on_two
-    done = start(model, ROUNDS, "ray", **two_nodes, CANNOT_PACK="cake")
-    ended_with_the_rank(done)
-    assert answers(done) == [expected["snapkv"]]
+    done = start(model, ROUNDS, **two_nodes, CANNOT_PACK="cake")
+    assert done.returncode != 0
+    ended_with_the_rank(done.stdout + done.stderr)
+    assert answers(done) == [on_two.answers["snapkv"]]
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +255,8 @@ def on_ray(model, two_nodes):
         for name in two_nodes.keys() & {"RAY_ADDRESS", "RAY_TMPDIR"}:
             patch.setenv(name, two_nodes[name])
         patch.setattr(CpuPlatform, "ray_device_key", DEVICE)
-        options = dict(tensor_parallel_size=2, distributed_executor_backend="ray", blocks=129)
         try:
-            with engine(model, additional_config=SETTINGS, max_model_len=2048, **options) as llm:
+            with two(model, "ray") as llm:
                 yield llm
         finally:
             ray.shutdown()
@@ -259,17 +284,15 @@ def test_each_rank_is_an_actor_on_a_node_of_its_own(on_ray):
 
 def test_actors_answer_as_processes_do(on_ray, on_two):
     """CAKE's too: each rank has the same heads there as here."""
-    expected, _ = on_two
     given = {
         method: on_ray.generate(PROMPTS, 12, extra_args=asks(method, 12)) for method in METHODS
     }
-    assert given == {method: expected[method] for method in METHODS}
+    assert given == {method: on_two.answers[method] for method in METHODS}
     assert given["snapkv"] != given["cake"]
 
 
 def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray, on_two):
     """While they pack answers again as they grow, and answer as processes do."""
-    expected, _ = on_two
     scheduler, free = on_ray.scheduler, on_ray.free_blocks
     heard, reported, held, update = [], [], [], scheduler.update_from_output
 
@@ -282,7 +305,7 @@ def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray, on_two):
 
     before = on_each(on_ray, lambda worker: worker.compressor.compressed)
     scheduler.update_from_output = updating
-    assert on_ray.generate(PROMPTS, LONG) == expected["long"]
+    assert on_ray.generate(PROMPTS, LONG) == on_two.answers["long"]
     scheduler.update_from_output = update
     after = on_each(on_ray, lambda worker: worker.compressor.compressed)
     plans = [plan for plan, _ in heard if plan is not None]
@@ -320,7 +343,7 @@ def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
 def test_a_node_without_this_package_is_told_before_anything_is_served(model):
     gone = "import sys; sys.modules['vllm_kvcompress'] = None"
     with local_ray(["", gone]) as environment:
-        done = start(model, ROUNDS[:1], "ray", **environment)
+        done = start(model, ROUNDS[:1], **environment)
     assert done.returncode != 0
     assert not answers(done)
     log = done.stdout + done.stderr
