@@ -1,5 +1,10 @@
 """Python that runs before anything else in every process of a command, and breaks what it finds."""
 
+from pathlib import Path
+
+NAME = "sitecustomize.py"
+_EVERY_PROCESS = Path(__file__).parent / "every_process" / NAME
+
 _WITHOUT = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
@@ -39,3 +44,8 @@ def without(*packages: str) -> str:
 
 
 WITHOUT_VLLM = without("vllm", "transformers")
+
+
+def write_site(folder: Path, site: str) -> None:
+    """Processes that have the folder first in PYTHONPATH run `site`, after every process's own."""
+    (folder / NAME).write_text(_EVERY_PROCESS.read_text() + site)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import runpy
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,11 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # whoever reaches a Ray's ports may run what he likes
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+EVERY_PROCESS = Path(__file__).parent / "every_process"
+runpy.run_path(str(EVERY_PROCESS / "sitecustomize.py"))
+paths = [str(EVERY_PROCESS), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 import pytest
 import torch

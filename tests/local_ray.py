@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from broken_sites import broken
+from broken_sites import broken, write_site
 from idling import wait_for
 from tools import missing
 from vllm_kvcompress.serving.process import free_port
@@ -120,7 +120,7 @@ def _node(
     folder: Path, site: str, where: Sequence[str], environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(DEVICE_NAMED + site)
+    write_site(folder, DEVICE_NAMED + site)
     options = (
         *("--block", "--num-cpus", "1", "--num-gpus", "1", "--disable-usage-stats"),
         *("--object-store-memory", str(80 * 2**20)),

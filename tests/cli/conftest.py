@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from broken_sites import write_site
 from checkpoints import make
 from engines import spare_repetitions
 from vllm_kvcompress.cli import main
@@ -29,7 +30,7 @@ def kvcompress(
     more = {"COLUMNS": "100", **(environment or {})}
     if site:
         (folder / "site").mkdir(exist_ok=True)
-        (folder / "site" / "sitecustomize.py").write_text(site)
+        write_site(folder / "site", site)
         more["PYTHONPATH"] = str(folder / "site")
     done = subprocess.run(
         [COMMAND, *map(str, arguments)],

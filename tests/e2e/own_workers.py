@@ -1,44 +1,56 @@
-"""Ranks in processes of their own, of an engine in this process: two imports of vLLM are spared.
+"""Ranks in processes of their own, of an engine in this process: vLLM is imported once for all.
 
 That an engine which is a process too ends with its rank, tests of servers and of Ray's actors show.
 """
 
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.v1.executor import multiproc_executor
 
-from broken_sites import broken
+from broken_sites import broken, write_site
+from naps import take_naps
 
-# Who waits for another process asks again and again for a second, and then sleeps until it is told.
-# The processes of a test are more than its cores: they sleep at once.
-AT_ONCE = (0,)
-SLEEPY = broken(SpinCondition.__module__, f"module.SpinCondition.__init__.__defaults__ = {AT_ONCE}")
+# The processes of a test are more than its cores: who waits for another one sleeps.
+SLEEPY = broken(SpinCondition.__module__, "import naps; naps.take_naps(module.SpinCondition)")
+IMPORTED = ["vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"]
 
 
 @contextmanager
 def workers_with(folder: Path, site: str = "", **environment: str) -> Iterator[Path]:
-    """Processes that are started meanwhile run `site` first, and have this environment too.
+    """Ranks that are started meanwhile ran `site` first, and have this environment too.
 
-    What they say, and vLLM's log of this process, is written to the file that is given.
+    One process did so and imported vLLM, and each rank is a fork of it, where vLLM would start each
+    anew. What they say, and vLLM's log of this process, is written to the file that is given.
     """
-    (folder / "sitecustomize.py").write_text(SLEEPY + site)
+    write_site(folder, SLEEPY + site)
     log = folder / "log"
     more = {"PYTHONPATH": _path(folder), "VLLM_LOGGING_LEVEL": "INFO", **environment}
     with pytest.MonkeyPatch.context() as patch, _written_to(log):
         for name, value in more.items():
             patch.setenv(name, value)
-        patch.setattr(SpinCondition.__init__, "__defaults__", AT_ONCE)
-        yield log
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        patch.setattr(SpinCondition, "wait", SpinCondition.wait)  # so that it is given back
+        take_naps(SpinCondition)
+        try:
+            yield log
+        finally:
+            forkserver._forkserver._stop()
 
 
 def _path(folder: Path) -> str:
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    here = str(Path(__file__).parent)
+    return os.pathsep.join(filter(None, [str(folder), here, os.environ.get("PYTHONPATH")]))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import gloo_experts
-from broken_sites import broken
+from broken_sites import broken, write_site
 from checkpoints import make, tokens
 from engines import engine
 from idling import idle, wait_for
@@ -61,7 +61,7 @@ def one_engine(model):
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    (folder / "sitecustomize.py").write_text(EXPERTS + LOSES)
+    write_site(folder, EXPERTS + LOSES)
     shutil.copy(gloo_experts.__file__, folder)
     flags = [
         *("--data-parallel-size", "2", "--api-server-count", "1", "--enforce-eager"),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import engines
-from broken_sites import broken
+from broken_sites import broken, write_site
 from checkpoints import make, tokens
 from configuring import configure
 from engines import Engine, engine, leave_async_scheduling, settings
@@ -134,10 +134,16 @@ class Stages:
 
 
 @pytest.fixture(scope="module")
-def on_two(model, tmp_path_factory):
+def log(tmp_path_factory):
+    """What the ranks of all engines say. The first one cannot pack the prompts of one method."""
+    with workers_with(tmp_path_factory.mktemp("ranks"), BUFFERS + FIRST_FAILS) as log:
+        yield log
+
+
+@pytest.fixture(scope="module")
+def on_two(model, log):
     """One engine of two stages, whose first one cannot pack the last round's prompts."""
-    folder = tmp_path_factory.mktemp("two")
-    with workers_with(folder, BUFFERS + FIRST_FAILS) as log, ranks(model, 2, 1) as llm:
+    with ranks(model, 2, 1) as llm:
         answers = {(method, new): told(llm, method, new) for method, new in ROUNDS}
         until = len(log.read_text())
         stages = [worker.proc for worker in llm.core.model_executor.workers]
@@ -229,21 +235,23 @@ def test_what_is_shared_out_anew_keeps_the_first_token(on_two, on_one):
         assert mine[2] == theirs[2]
 
 
-def test_two_stages_of_two_ranks_answer_so_too(model, on_one, tmp_path):
-    with workers_with(tmp_path, BUFFERS), ranks(model, 2, 2) as llm:
+@pytest.mark.usefixtures("log")
+def test_two_stages_of_two_ranks_answer_so_too(model, on_one):
+    with ranks(model, 2, 2) as llm:
         for method, new in (("snapkv", 12), ("snapkv", LONG)):
             answers, kept = told(llm, method, new)
             assert answers[ALIKE] == on_one[method, new][ALIKE]
             assert kept[0]["layer_tokens"] == [128 + kept[0].get("lookahead", 0)] * 4
 
 
-def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory, tmp_path):
+@pytest.mark.usefixtures("log")
+def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
     """One stage: each rank has the sinks of its own heads, and a pool that both groups share."""
     model = make("gpt-oss", tmp_path_factory.mktemp("windows"))
     rounds = [("snapkv", 12), ("h2o", 12), ("off", 12), ("snapkv", LONG)]
     with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
         alone = [llm.generate(PROMPTS, new, extra_args=asks(method, new)) for method, new in rounds]
-    with workers_with(tmp_path), ranks(model, 1, 2) as llm:
+    with ranks(model, 1, 2) as llm:
         assert [told(llm, *each)[0] for each in rounds] == alone
 
 
@@ -286,12 +294,13 @@ if __name__ == "__main__":
 def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one, tmp_path):
     """Steps that overlap included: vLLM's own runner, in Triton's interpreter."""
     rounds = [("snapkv", 12), ("tova", 12), ("h2o", 12), ("snapkv", LONG)]
-    (tmp_path / "sitecustomize.py").write_text(SLEEPY)
+    write_site(tmp_path, SLEEPY)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     asked = [model, {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}]
     asked += [[(method, new, asks(method, new)) for method, new in rounds], PROMPTS]
-    paths = [str(tmp_path), str(Path(engines.__file__).parent), os.environ.get("PYTHONPATH")]
+    paths = [tmp_path, Path(__file__).parent, Path(engines.__file__).parent]
+    more = os.environ.get("PYTHONPATH")
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(asked)],
         capture_output=True,
@@ -302,7 +311,7 @@ def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one, tmp_path):
         env={
             **os.environ,
             "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, paths), more])),
             "VLLM_LOGGING_LEVEL": "INFO",
         },
     )
