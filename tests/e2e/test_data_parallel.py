@@ -26,6 +26,7 @@ LENGTHS = (417, 300, 90, 700)
 PROMPTS = [tokens(length, seed=length) for length in LENGTHS]
 NEW = 16
 SETTINGS = {"compress": "cake", "budget": 0.3, "min_prompt": 128}
+ASKED_FOR = {"allow_override": "off,snapkv,cake", "alias": {"half": "snapkv:0.5"}, "usage": True}
 EXPERTS = broken(
     "vllm.distributed.device_communicators.cpu_communicator",
     "__import__('gloo_experts').install(module.CpuCommunicator)",
@@ -64,10 +65,15 @@ def server(model, tmp_path_factory):
     write_site(folder, EXPERTS + LOSES)
     shutil.copy(gloo_experts.__file__, folder)
     flags = [
-        *("--data-parallel-size", "2", "--api-server-count", "1", "--enforce-eager"),
+        *("--data-parallel-size", "2", "--api-server-count", "2", "--enforce-eager"),
         *("--distributed-executor-backend", "uni"),
         *("--dtype", "float32", "--max-model-len", "8192", "--block-size", "32"),
-        *("--served-model-name", "experts", "--kv-compress-config", json.dumps(SETTINGS)),
+        *(
+            "--served-model-name",
+            "experts",
+            "--kv-compress-config",
+            json.dumps(SETTINGS | ASKED_FOR),
+        ),
     ]
     environment = {"PYTHONPATH": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with serve(model, flags, folder / "log", deadline_s=600, environment=environment) as running:
@@ -108,6 +114,45 @@ def test_both_ranks_answer_as_one_engine_together(server, one_engine):
         assert list(pool.map(lambda one: answer(*one), asked)) == one_engine * 2
     assert server.metric("vllm:kv_compress_requests_total") == before + 2 * 3
     wait_for(lambda: idle(server))
+
+
+def test_two_api_servers_and_two_engines_count_together(server):
+    """Every request once, under its engine, whichever process was told of it or answers it."""
+    kinds = ("requests", "planned_requests", "skipped_requests", "refused_requests")
+    names = [f"vllm:kv_compress_{kind}_total" for kind in kinds]
+    before = [server.metric(name) for name in names]
+    of_engine = [by_engine(server, names[0], number) for number in "01"]
+
+    def chosen(item):
+        index, xargs = item
+        model = "experts" if xargs or index % 8 else "half"
+        sent = body([index, *PROMPTS[0]], model=model, vllm_xargs=xargs)
+        # a connection of its own: any API server may take it
+        done = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=600)
+        if done.status_code != 200:
+            return done.status_code
+        kept = (done.json()["usage"].get("prompt_tokens_details") or {}).get("kv_compress")
+        return done.json()["model"], kept and (kept["method"], kept["budget"])
+
+    asks = [{}, {"kv_compress": "snapkv"}, {"kv_compress": "off"}, {"kv_compress": "h2o"}] * 4
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(chosen, enumerate(asks)))
+    rest = [("experts", ("snapkv", 0.3)), ("experts", None), 400]
+    aliased, own = ("half", ("snapkv", 0.5)), ("experts", ("cake", 0.3))
+    assert found == [aliased, *rest, own, *rest] * 2
+    wait_for(lambda: server.metric(names[0]) == before[0] + 8)
+    now = [server.metric(name) for name in names]
+    assert [new - old for new, old in zip(now, before, strict=True)] == [8, 8, 4, 4]
+    assert server.metric("vllm:kv_compress_info") == 2
+    for number, old in zip("01", of_engine, strict=True):
+        assert by_engine(server, names[0], number) > old
+
+
+def by_engine(server, name, number):
+    """A metric of one engine, summed over its labels."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
+    mine = [line for line in lines if line.startswith(name) and f'engine="{number}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in mine)
 
 
 def failed(answered):

@@ -1,6 +1,5 @@
 """Per-request settings over HTTP, on every endpoint, by ordinary clients and by hostile ones."""
 
-import concurrent.futures
 import json
 import re
 import time
@@ -357,40 +356,3 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
     assert server.metric("vllm:kv_compress_refused_requests_total") > 20
     planned = server.metric("vllm:kv_compress_planned_requests_total")
     assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())
-
-
-def test_two_api_servers_and_two_engines_count_together(model, text, tmp_path):
-    """Every request once, under its engine, whichever process was told of it or answers it."""
-    flags = [*COMMON, "--api-server-count", "2", "--data-parallel-size", "2"]
-    asks = [{}, {"kv_compress": "snapkv"}, {"kv_compress": "off"}, {"kv_compress": "h2o"}] * 4
-    with serve(model, flags, tmp_path / "log", deadline_s=600) as server:
-
-        def ask(item):
-            index, xargs = item
-            named = "demo" if xargs or index % 8 else "demo@half"
-            sent = body("completions", f"{index} {text[:2500]}", xargs, False, named)
-            with httpx.Client() as own:  # its own connection: any API server may take it
-                done = own.post(f"{server.url}/v1/completions", json=sent, timeout=300)
-            if done.status_code != 200:
-                return done.status_code
-            kept = said(done.json())
-            return done.json()["model"], kept and (kept["method"], kept["budget"])
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(ask, enumerate(asks)))
-        rest = [("demo", ("snapkv", 0.2)), ("demo", None), 400]
-        aliased, own = ("demo@half", ("snapkv", 0.5)), ("demo", ("cake", 0.2))
-        assert found == [aliased, *rest, own, *rest] * 2
-        end = time.monotonic() + 300
-        name = "vllm:kv_compress_requests_total"
-        while server.metric(name) < 8 and time.monotonic() < end:
-            time.sleep(0.1)
-        assert server.metric(name) == 8
-        assert server.metric("vllm:kv_compress_planned_requests_total") == 8
-        assert server.metric("vllm:kv_compress_skipped_requests_total") == 4
-        assert server.metric("vllm:kv_compress_refused_requests_total") == 4
-        assert server.metric("vllm:kv_compress_info") == 2
-        lines = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
-        for engine in "01":
-            mine = [x for x in lines if x.startswith(name) and f'engine="{engine}"' in x]
-            assert sum(float(line.rpartition(" ")[2]) for line in mine) > 0

@@ -215,6 +215,9 @@ def test_prompts_of_one_request_are_added_up():
     both = collected(one, two).total()
     assert both == {"method": "tova", "budget": 0.1, "prompt_tokens": 400, "kept_tokens": 40.8}
     assert collected(two, two).total()["layer_tokens"] == [40, 82]
+    # one was judged by its answer's first tokens, and the other at the end of its prefill
+    assert collected({**two, "lookahead": 32}, one).total()["lookahead"] == 32
+    assert collected(*[{**two, "lookahead": 32}] * 2).total()["lookahead"] == 64
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "method": settings.compress,
             "budget": str(settings.budget),
             "window": str(settings.resolved_window if settings.enabled else 0),
-            "lookahead": "" if settings.lookahead is None else str(settings.lookahead),
+            "lookahead": str(settings.resolved_lookahead if settings.enabled else 0),
             "min_prompt": str(settings.min_prompt),
             "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),

@@ -56,6 +56,8 @@ class Collected:
             "prompt_tokens": sum(each["prompt_tokens"] for each in kept),
             "kept_tokens": round(sum(each["kept_tokens"] for each in kept), 1),
         }
+        if any("lookahead" in each for each in kept):
+            total["lookahead"] = sum(each.get("lookahead", 0) for each in kept)
         if len(layers) == len(kept):
             total["layer_tokens"] = [sum(tokens) for tokens in zip(*layers, strict=True)]
         return total
