@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import engines
+import test_yielding as yielding
 from broken_sites import broken, write_site
 from checkpoints import make, tokens
 from configuring import configure
@@ -253,6 +254,27 @@ def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
         alone = [llm.generate(PROMPTS, new, extra_args=asks(method, new)) for method, new in rounds]
     with ranks(model, 1, 2) as llm:
         assert [told(llm, *each)[0] for each in rounds] == alone
+
+
+@pytest.mark.usefixtures("log")
+def test_no_request_is_preempted_while_another_looks_ahead(tmp_path_factory):
+    """Nor for one that was admitted while the other's step was under way: seed 6 has such a one."""
+    kind, seeds = yielding.KINDS["sync"], (6, 8)
+    model = make(kind.model, tmp_path_factory.mktemp("yielding"))
+    options = dict(pipeline_parallel_size=2, max_num_seqs=16, max_num_batched_tokens=256)
+    with pytest.MonkeyPatch.context() as patch:
+        leave_async_scheduling(patch)
+        with engine(
+            model, additional_config=yielding.config(), blocks=1 + kind.pool, max_model_len=512,
+            distributed_executor_backend="mp", **options,
+        ) as llm:  # fmt: skip
+            watched = yielding.Watched(llm)
+            for seed in seeds:
+                done = yielding.run(llm, kind, seed)
+                assert len(done) == len(list(yielding.requests(seed)))
+    assert watched.preempted, "pools were meant to be too small"
+    assert watched.cuts, "look-aheads were meant to give way"
+    assert not watched.left
 
 
 def test_a_stage_that_cannot_pack_ends_the_engine(on_two):

@@ -106,14 +106,16 @@ class Coordination:
         """Blocks that all groups need, with fresh destinations if the pool has them too."""
         needed = int(self._count(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         own = new_computed_blocks[self._group]
-        needed += self._promised(request_id, needed, own)
+        needed += self._promised(request_id, num_tokens, needed, own)
         if kwargs.get("apply_admission_cap"):
             return needed
         with_fresh = needed + self.manager.destination_blocks(request_id, num_tokens, own).others
         free = int(self.manager.block_pool.get_num_free_blocks())
         return with_fresh if free >= with_fresh else needed
 
-    def _promised(self, request_id: str, needed: int, touched: Sequence[KVCacheBlock]) -> int:
+    def _promised(
+        self, request_id: str, tokens: int, needed: int, touched: Sequence[KVCacheBlock]
+    ) -> int:
         """Blocks that a request must leave in the pool, for look-aheads that end."""
         lookaheads = self.manager.lookaheads
         if not lookaheads:
@@ -122,7 +124,7 @@ class Coordination:
         promised = lookaheads.promised(free - needed, {block.block_id for block in touched})
         if self.manager.planner.request(request_id).status == RequestStatus.RUNNING:
             return promised
-        return promised + lookaheads.withheld()
+        return promised + lookaheads.withheld(request_id, tokens)
 
     def missing(self, request_id: str, tokens: int) -> int:
         """Blocks that a running request takes at most, of all groups, to have `tokens` computed."""

@@ -33,6 +33,9 @@ class Next(Protocol):
     def waiting(self) -> int:
         """Of the request that is the next to be admitted; 0 where none is."""
 
+    def admitted(self, request_id: str, tokens: int) -> int:
+        """Of one that is admitted with so many tokens, in the steps that follow in a pipeline."""
+
     @property
     def overlaps(self) -> bool:
         """Whether it is scheduled before the outputs of this one are known."""
@@ -135,8 +138,8 @@ class LookAheads:
         self._all: dict[str, _Ahead] = {}
         # A bound on what is promised, so that nothing is counted while the pool has as much.
         self._most_promised = 0
-        # Blocks that running requests will take before a look-ahead of theirs can give way.
-        self._ahead_of_them = 0
+        # Where steps of other requests are under way: what the next ones take.
+        self._pipeline: Next | None = None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -167,12 +170,18 @@ class LookAheads:
             return 0
         return sum(self._promised(name, ahead, touched) for name, ahead in self._all.items())
 
-    def withheld(self) -> int:
+    def withheld(self, request_id: str, tokens: int) -> int:
         """Blocks that a waiting request must leave beside those that are promised.
 
-        In a pipeline, running requests need blocks before their own next packing gives any back.
+        In a pipeline, running requests, those that this step admits, and the rest of its own prompt
+        need blocks before a look-ahead of an earlier step can give any back.
+
+        Args:
+            tokens: of the request, once the step has computed its first chunk.
         """
-        return self._ahead_of_them if self._all else 0
+        if not self._all or self._pipeline is None:
+            return 0
+        return self._pipeline.blocks(self._all) + self._pipeline.admitted(request_id, tokens)
 
     def _promised(self, request_id: str, ahead: _Ahead, touched: Collection[int] = NOTHING) -> int:
         # what it takes behind the step that is being scheduled, or once one is behind the next
@@ -222,7 +231,7 @@ class LookAheads:
     def _give_way(self, left: dict[str, _Ahead], following: Next) -> None:
         """Pack some of the prompts in this step early, if the next step would be short."""
         free, needed = self._holder.free_after(), following.blocks(self._all)
-        self._ahead_of_them = needed if following.pipelined else 0
+        self._pipeline = following if following.pipelined else None
         admit = self._yields == "waiting"
         head = following.waiting() if admit and free >= needed else 0
         if free >= needed + head + self._most_promised:

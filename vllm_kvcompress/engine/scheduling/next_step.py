@@ -101,6 +101,20 @@ class NextStep:
             return room
         return min(room, max(limit, room // len(self._scheduler.running)))
 
+    def admitted(self, request_id: str, tokens: int) -> int:
+        """Blocks that a request takes behind its first chunk, while steps of others are under way.
+
+        Args:
+            tokens: computed once its first chunk is.
+        """
+        request = self._manager.planner.request(request_id)
+        steps = self._stages - 1
+        chunks = steps * self._longest_chunk(int(self._scheduler.max_num_scheduled_tokens))
+        end = tokens + min(chunks, max(int(request.num_tokens) - tokens, steps))
+        taken = self._manager.destination_blocks(request_id, end, ())
+        more = self._coordination.missing(request_id, end)
+        return more - self._coordination.missing(request_id, tokens) + taken.too_few + taken.others
+
     def waiting(self) -> int:
         """Blocks that the next request takes to be admitted; 0 where none is."""
         scheduler = self._scheduler
