@@ -187,7 +187,7 @@ def picture(last: dict[str, Watched], args: argparse.Namespace, path: Path) -> N
         f" {args.method} at {args.budget}, look-ahead {args.lookahead}",
         fontsize=10,
     )
-    upper.legend(fontsize=8, frameon=False, loc="upper right")
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(last))
     for axes in (upper, lower):
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)

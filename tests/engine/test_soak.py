@@ -118,15 +118,15 @@ ASKS_AHEAD: list[dict[str, Any] | None] = [
 SMALL = dict(count=24, longest=450, pool=22, chunk=256, talkative=0.8)
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 LOADS = {
-    "plain": Load(count=1000, longest=4000, pool=130, talkative=0.2, choosy=True),
-    "bounded": Load(count=80, longest=500, pool=24, talkative=0.8, bounded=True),
+    "plain": Load(count=500, longest=4000, pool=130, talkative=0.2, choosy=True),
+    "bounded": Load(count=56, longest=500, pool=24, talkative=0.8, bounded=True),
     "async": Load(**SMALL, bounded=True, options={"async_scheduling": True}),
     "priority": Load(**SMALL, options={"scheduling_policy": "priority"}),
-    "hybrid": Load(**{**SMALL, "count": 60, "chunk": 128}, choosy=True, model="gpt-oss", beside=12),
+    "hybrid": Load(**{**SMALL, "count": 40, "chunk": 128}, choosy=True, model="gpt-oss", beside=12),
     "hybrid, bounded": Load(**{**SMALL, "chunk": 128}, bounded=True, model="gpt-oss", beside=12),
     "drafts": Load(**SMALL, choosy=True, options={"speculative_config": DRAFTS}),
     "fp8": Load(**SMALL, choosy=True, cache="fp8"),
-    "ahead": Load(**{**SMALL, "count": 60}, ahead=True, options={"async_scheduling": True}),
+    "ahead": Load(**{**SMALL, "count": 40}, ahead=True, options={"async_scheduling": True}),
 }
 if V2:
     LOADS = {"plain": Load(count=12, longest=400, pool=24, choosy=True)}
