@@ -49,13 +49,14 @@ def scores_of(preset, q, k, v, w):
     return getattr(ref, preset)(q, k, v, w)
 
 
-def budgets_of(preset, layers, scores, base, ratio, w):
+def budgets_of(preset, layers, scores, base, ratio, w, allocating):
     tokens = layers[0][1].shape[1]
     past = tokens - w
     if preset == "pyramidkv":
         return ref.pyramid_budgets(len(layers), base, past)
     if preset in ("cake", "cake-chunk"):
-        return ref.cake_budgets([ref.cake_stats(q, k, w) for q, k, _ in layers], base, past)
+        stats = [ref.cake_stats(q, k, allocating) for q, k, _ in layers]
+        return ref.cake_budgets(stats, base, past)
     if preset == "dynamickv":
         return ref.dynamickv_budgets([s.astype(np.float32) for s in scores], base, past)
     if preset == "layer-defensivekv":
@@ -115,6 +116,12 @@ def test_equals_the_reference_where_the_answer_judges(preset, answered):
         equals_the_reference(preset, "smol", 0.37, answered=answered)
 
 
+@pytest.mark.parametrize("preset", ["cake", "cake-chunk", "snapkv"])
+def test_equals_the_reference_where_the_prompts_end_judges_beside_the_answer(preset):
+    """But not how much each layer keeps: the answer's queries alone tell that."""
+    equals_the_reference(preset, "gqa", 0.5, answered=8, window=20)
+
+
 def test_a_look_ahead_needs_a_prompt_before_its_answer():
     q, k, v = inputs(*SHAPES["gqa"], seed=1)
     with pytest.raises(ValueError, match=r"lookahead=101 says; got 101 tokens. Give more"):
@@ -129,13 +136,15 @@ def test_a_scale_may_be_a_whole_number(preset):
         assert torch.equal(own, other)
 
 
-def equals_the_reference(preset, shape, ratio, sinks=None, answered=0):
+def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=None):
     w = WINDOWS.get(preset, 32)
     if answered:
         w = min(w if preset == "tova" else 32, answered)
+    w = window or w
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
     q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
     policy = {"compress": preset, **({"lookahead": answered} if answered else {})}
+    policy |= {"window": window} if window else {}
     got = compress(q, k, v, policy=policy, budget=ratio, sinks=sinks)
     exact = [tuple(x[i].double().numpy() for x in (q, k, v)) for i in range(layers)]
     if sinks is not None:
@@ -143,7 +152,8 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0):
         exact = [(ref.with_sinks(q, own[i]), k, v) for i, (q, k, v) in enumerate(exact)]
     scores = [scores_of(preset, *layer, w) for layer in exact]
     base = max(math.floor(ratio * (tokens - answered)), w + 1) + answered - w
-    budgets = budgets_of(preset, exact, scores, base, ratio, w)
+    allocating = min(answered, w) if answered else w
+    budgets = budgets_of(preset, exact, scores, base, ratio, w, allocating)
     assert got.budgets == [b + w for b in budgets]
     for layer, score in enumerate(scores):
         found = got.scores[layer]

@@ -177,7 +177,8 @@ def _observe(method: Method, plan: PagePlan, rows: Rows, queries: torch.Tensor) 
         own, reads = rows.some(slice(layer, layer + 1)), method.reads_of(layer)
         attention = sums = None
         if Reads.WINDOW in reads:
-            attention = method.attention(own, query[None, plan.tokens - plan.window :])
+            latest = query[None, plan.tokens - plan.window :]
+            attention = method.attention(own, latest, plan.allocating)
         if Reads.COLUMN_SUMS in reads:
             assert isinstance(own.scale, float)
             where = own.key_pages, own.pages[0], plan.tokens, own.scale

@@ -1,7 +1,7 @@
 """What each method and budget keeps of a prompt that was read once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -69,10 +69,18 @@ class Scored:
         ]
 
     def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
-        key = (method.scorer, method.allocator.reads, plan.window)
+        key = (method.scorer, method.allocator.reads, plan.window, plan.allocating)
         if key not in self._observed:
             places = self.places
             windows = self._window(places, plan, method.reads)
+            if plan.allocating is not None:
+                latest = replace(plan, window=plan.allocating)
+                windows = [
+                    one._replace(entropy=own.entropy, shift=own.shift)
+                    for one, own in zip(
+                        windows, self._window(places, latest, method.reads), strict=True
+                    )
+                ]
             sums = self.prompt.sums
             added = None
             if sums and Reads.COLUMN_SUMS in method.reads:

@@ -24,12 +24,16 @@ METHODS = [
 ]
 
 
-def scores_of(method, q, k, v, w):
-    """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``."""
+def scores_of(method, q, k, v, w, allocating=None):
+    """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``.
+
+    And CAKE's figures, which may be of fewer queries.
+    """
     slots = ref.with_sinks(np.zeros((q.shape[1], *k.shape[1:])), getattr(q, "sinks", None))
     if w:
         slots[:, -w:] = q.transpose(1, 0, 2)
-    stats = ref.cake_stats(slots, k, w) if method in ("cake", "cake-chunk") else None
+    cake = method in ("cake", "cake-chunk")
+    stats = ref.cake_stats(slots, k, allocating or w) if cake else None
     return ref.WINDOW_SCORERS[method](slots, k, v, w), stats
 
 
@@ -70,6 +74,7 @@ class Replay:
         self.method, self.shape = method, shape
         self.prompt, self.budget, self.last = prompt, budget, prompt + answer
         self.w, self.interval = WINDOWS.get(method, 8), INTERVAL
+        self.allocating: int | None = None
         parts = {
             (layer, name): torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
             for layer in range(shape.layers)
@@ -142,7 +147,8 @@ class Replay:
         keys, values = (
             np.stack([part[own, kv] for kv, own in enumerate(self.held[layer])]) for part in (k, v)
         )
-        return scores_of(self.method, q[computed - self.w : computed], keys, values, self.w)
+        latest = q[computed - self.w : computed]
+        return scores_of(self.method, latest, keys, values, self.w, self.allocating)
 
     def pack(self, computed: int, cap: int, lengths: list[int]) -> None:
         shape, w = self.shape, self.w

@@ -46,11 +46,13 @@ class Ahead(Prompt):
         elif computed == self.prompt + self.m:
             self.judge(computed)
         elif self.bound is not None and computed > self.prompt + self.m:
-            self.w, self.budget = min(self.w, 8), self.bound
+            self.w, self.budget, self.allocating = min(self.w, 8), self.bound, None
             Replay.after(self, computed)
 
     def judge(self, computed: int) -> None:
         self.budget += self.m
+        # how much layers keep is judged by the answer alone
+        self.allocating = self.m if self.m < self.w else None
         layers, tail = self.shape.layers, computed % BLOCK
         low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
         cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
@@ -63,7 +65,7 @@ CASES = [*(("llama-gqa", method, 417, AHEAD, None) for method in METHODS)]
 OTHERS = [("cake", 404, AHEAD), ("cake", 417, 3), ("snapkv", 417, 40), ("cake", 400, 48)]
 CASES += [("llama-gqa", *other, None) for other in OTHERS]
 # the prompt's last 28 judge beside the answer's
-CASES += [("llama-gqa", "cake-chunk", 417, AHEAD, 40)]
+CASES += [("llama-gqa", method, 417, AHEAD, 40) for method in ("cake-chunk", "cake", "snapkv")]
 CASES += [("gpt-oss", "cake", 417, AHEAD, None), ("qwen3", "snapkv", 417, AHEAD, None)]
 ON_V2 = [CASES[3], CASES[-2]]
 

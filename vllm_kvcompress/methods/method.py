@@ -85,20 +85,34 @@ class Method:
         """What must be shown of one layer: less where it uses another layer's scores."""
         return self.reads if self.scores_layer(layer) else self.allocator.reads
 
-    def attention(self, rows: Rows, query: torch.Tensor) -> WindowScores:
+    def attention(
+        self, rows: Rows, query: torch.Tensor, allocating: int | None = None
+    ) -> WindowScores:
         """What the last queries of some rows think of the tokens before them.
 
         Args:
             query: ``[N, w, Hq, D]``, the last w of each row in the order of positions.
+            allocating: as in `PagePlan`: entropy and shift are of so many of them.
         """
-        return window_scores_of_rows(
-            *(query, rows.key_pages, rows.pages, rows.most, rows.scale),
+        places = rows.key_pages, rows.pages, rows.most, rows.scale
+        if Reads.VARIANCE not in self.allocator.reads:
+            allocating = None
+        reads = self.reads if allocating is None else self.scorer.reads
+        found = window_scores_of_rows(
+            *(query, *places),
             lengths=rows.lengths,
-            variance=Reads.VARIANCE in self.reads,
-            maximum=Reads.MAXIMUM in self.reads,
-            pooled=Reads.POOLED in self.reads,
+            variance=Reads.VARIANCE in reads,
+            maximum=Reads.MAXIMUM in reads,
+            pooled=Reads.POOLED in reads,
             sinks=rows.sinks,
         )
+        if allocating is None:
+            return found
+        latest = query[:, query.shape[1] - allocating :]
+        figures = window_scores_of_rows(
+            *(latest, *places), lengths=rows.lengths, variance=True, sinks=rows.sinks
+        )
+        return found._replace(entropy=figures.entropy, shift=figures.shift)
 
     def observe(
         self,

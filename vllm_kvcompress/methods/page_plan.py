@@ -20,6 +20,8 @@ class PagePlan:
         budget: mean tokens per layer B, window included.
         pages: pages kept over all layers, P.
         total: as in `Prompt`.
+        allocating: the window's last queries, whose attention tells how much each layer keeps; None
+            where all of them do.
     """
 
     num_layers: int
@@ -29,6 +31,7 @@ class PagePlan:
     budget: int
     pages: int
     total: int | None = None
+    allocating: int | None = None
 
     @property
     def prompt(self) -> Prompt:

@@ -206,8 +206,11 @@ class LookAhead:
             budget=max(own.budget, least) + answered,
             total=None if total is None else total + layers * answered,
         )
+        # The prompt's last queries, mostly the template's, spoil how much each layer is given.
+        allocating = answered if tokens >= self.due and answered < window else None
         if not holding.pages:
-            return page_plan(prompt, size)
+            plan = page_plan(prompt, size)
+            return None if plan is None else replace(plan, allocating=allocating)
         blocks, tail = divmod(tokens, size)
         pages = min(pages_kept(prompt, tail, size), holding.pages_at(blocks))
         return PagePlan(
@@ -218,6 +221,7 @@ class LookAhead:
             budget=prompt.budget,
             pages=pages,
             total=prompt.total,
+            allocating=allocating,
         )
 
     def half(self, holding: Holding, tokens: int) -> PagePlan | None:

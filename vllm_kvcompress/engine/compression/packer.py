@@ -233,7 +233,7 @@ class Packer:
                         query = self._queries(jobs, some, window)
                     else:
                         query = _of_rows(from_ring, some)
-                    attention = method.attention(own, query)
+                    attention = method.attention(own, query, jobs[0].todo.plan.allocating)
                 if Reads.COLUMN_SUMS in reads:
                     sums = self._sums(jobs, some, part)
                 found = method.observe(own, window, attention, sums, scored=scored)
@@ -311,10 +311,11 @@ class Packer:
         )
 
 
-def _alike(job: Job) -> tuple[str, bool, bool, int, int]:
+def _alike(job: Job) -> tuple[str, bool, bool, int, int, int]:
     """What requests have in common that are packed together: method, queries, window and tail."""
     todo, plan = job.todo, job.todo.plan
-    return str(todo.settings), todo.prefill, todo.judged_by_ring, plan.window, plan.tail
+    queries = todo.judged_by_ring, plan.window, plan.allocating or plan.window
+    return str(todo.settings), todo.prefill, *queries, plan.tail
 
 
 def _rows_of(held: Held, rows: Sequence[int]) -> Held:

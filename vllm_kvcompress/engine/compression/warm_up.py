@@ -67,6 +67,8 @@ class WarmUp:
             for power in range(settings.resolved_window.bit_length()):
                 if least_window(self._method.reads) <= 2**power < settings.resolved_window:
                     self._prompt(replace(plan, window=2**power), shortest=False)
+            if settings.resolved_lookahead < settings.resolved_window:
+                self._prompt(replace(plan, allocating=settings.resolved_lookahead), shortest=False)
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages
