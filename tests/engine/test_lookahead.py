@@ -30,6 +30,7 @@ class Ahead(Prompt):
 
     def __init__(self, method, shape, seen, prompt, m, *, window=None, bound=None) -> None:
         super().__init__(method, shape, seen, prompt, int(prompt * BUDGET))
+        self.ahead = m
         self.m, self.w, self.bound = m, window or min(WINDOWS.get(method, 32), m), bound
 
     def whole(self) -> "Ahead":
@@ -52,7 +53,7 @@ class Ahead(Prompt):
     def judge(self, computed: int) -> None:
         self.budget += self.m
         # how much layers keep is judged by the answer alone
-        self.allocating = self.m if self.m < self.w else None
+        self.allocating = self.m if self.ahead <= self.m < self.w else None
         layers, tail = self.shape.layers, computed % BLOCK
         low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
         cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
@@ -67,7 +68,7 @@ CASES += [("llama-gqa", *other, None) for other in OTHERS]
 # the prompt's last 28 judge beside the answer's
 CASES += [("llama-gqa", method, 417, AHEAD, 40) for method in ("cake-chunk", "cake", "snapkv")]
 CASES += [("gpt-oss", "cake", 417, AHEAD, None), ("qwen3", "snapkv", 417, AHEAD, None)]
-ON_V2 = [CASES[3], CASES[-2]]
+ON_V2 = [CASES[3], CASES[-2], ("llama-gqa", "cake", 417, AHEAD, 40)]
 
 
 @pytest.mark.parametrize(("name", "method", "length", "m", "window"), ON_V2 if V2 else CASES)

@@ -207,7 +207,8 @@ class LookAhead:
             total=None if total is None else total + layers * answered,
         )
         # The prompt's last queries, mostly the template's, spoil how much each layer is given.
-        allocating = answered if tokens >= self.due and answered < window else None
+        alone = tokens >= self.due and 0 < answered < window
+        allocating = answered if alone else None
         if not holding.pages:
             plan = page_plan(prompt, size)
             return None if plan is None else replace(plan, allocating=allocating)
