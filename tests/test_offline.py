@@ -49,13 +49,13 @@ def scores_of(preset, q, k, v, w):
     return getattr(ref, preset)(q, k, v, w)
 
 
-def budgets_of(preset, layers, scores, base, ratio, w, allocating):
+def budgets_of(preset, layers, scores, base, ratio, w, allocator_window):
     tokens = layers[0][1].shape[1]
     past = tokens - w
     if preset == "pyramidkv":
         return ref.pyramid_budgets(len(layers), base, past)
     if preset in ("cake", "cake-chunk"):
-        stats = [ref.cake_stats(q, k, allocating) for q, k, _ in layers]
+        stats = [ref.cake_stats(q, k, allocator_window) for q, k, _ in layers]
         return ref.cake_budgets(stats, base, past)
     if preset == "dynamickv":
         return ref.dynamickv_budgets([s.astype(np.float32) for s in scores], base, past)
@@ -152,8 +152,8 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
         exact = [(ref.with_sinks(q, own[i]), k, v) for i, (q, k, v) in enumerate(exact)]
     scores = [scores_of(preset, *layer, w) for layer in exact]
     base = max(math.floor(ratio * (tokens - answered)), w + 1) + answered - w
-    allocating = min(answered, w) if answered else w
-    budgets = budgets_of(preset, exact, scores, base, ratio, w, allocating)
+    allocator_window = min(answered, w) if answered else w
+    budgets = budgets_of(preset, exact, scores, base, ratio, w, allocator_window)
     assert got.budgets == [b + w for b in budgets]
     for layer, score in enumerate(scores):
         found = got.scores[layer]

@@ -69,12 +69,12 @@ class Scored:
         ]
 
     def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
-        key = (method.scorer, method.allocator.reads, plan.window, plan.allocating)
+        key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observed:
             places = self.places
             windows = self._window(places, plan, method.reads)
-            if plan.allocating is not None:
-                latest = replace(plan, window=plan.allocating)
+            if plan.allocator_window is not None:
+                latest = replace(plan, window=plan.allocator_window)
                 windows = [
                     one._replace(entropy=own.entropy, shift=own.shift)
                     for one, own in zip(

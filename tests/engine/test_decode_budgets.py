@@ -24,7 +24,7 @@ METHODS = [
 ]
 
 
-def scores_of(method, q, k, v, w, allocating=None):
+def scores_of(method, q, k, v, w, allocator_window=None):
     """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``.
 
     And CAKE's figures, which may be of fewer queries.
@@ -33,7 +33,7 @@ def scores_of(method, q, k, v, w, allocating=None):
     if w:
         slots[:, -w:] = q.transpose(1, 0, 2)
     cake = method in ("cake", "cake-chunk")
-    stats = ref.cake_stats(slots, k, allocating or w) if cake else None
+    stats = ref.cake_stats(slots, k, allocator_window or w) if cake else None
     return ref.WINDOW_SCORERS[method](slots, k, v, w), stats
 
 
@@ -74,7 +74,7 @@ class Replay:
         self.method, self.shape = method, shape
         self.prompt, self.budget, self.last = prompt, budget, prompt + answer
         self.w, self.interval = WINDOWS.get(method, 8), INTERVAL
-        self.allocating: int | None = None
+        self.allocator_window: int | None = None
         parts = {
             (layer, name): torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
             for layer in range(shape.layers)
@@ -148,7 +148,7 @@ class Replay:
             np.stack([part[own, kv] for kv, own in enumerate(self.held[layer])]) for part in (k, v)
         )
         latest = q[computed - self.w : computed]
-        return scores_of(self.method, latest, keys, values, self.w, self.allocating)
+        return scores_of(self.method, latest, keys, values, self.w, self.allocator_window)
 
     def pack(self, computed: int, cap: int, lengths: list[int]) -> None:
         shape, w = self.shape, self.w

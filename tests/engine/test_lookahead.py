@@ -47,13 +47,13 @@ class Ahead(Prompt):
         elif computed == self.prompt + self.m:
             self.judge(computed)
         elif self.bound is not None and computed > self.prompt + self.m:
-            self.w, self.budget, self.allocating = min(self.w, 8), self.bound, None
+            self.w, self.budget, self.allocator_window = min(self.w, 8), self.bound, None
             Replay.after(self, computed)
 
     def judge(self, computed: int) -> None:
         self.budget += self.m
         # how much layers keep is judged by the answer alone
-        self.allocating = self.m if self.ahead <= self.m < self.w else None
+        self.allocator_window = self.m if self.ahead <= self.m < self.w else None
         layers, tail = self.shape.layers, computed % BLOCK
         low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
         cap = max(layers * (self.budget - tail) // BLOCK, layers * low)

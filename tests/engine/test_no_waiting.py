@@ -16,6 +16,7 @@ from vllm_kvcompress.engine.pages import pool as page_pool
 from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.methods import method as method_module
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -72,6 +73,34 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     with nothing_uploaded_or_read():
         compressor.warm_up(1000)
     assert names.count("_move_kernel") >= 1 + in_place
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"compress": "cake", "lookahead": 20, "window": 40}, 20),
+        ({"compress": "cake-chunk", "window": 48, "max_whole": 4096}, 32),
+    ],
+)
+def test_shares_by_an_answer_of_any_length_are_warmed_up(given, most, monkeypatch):
+    """As long as requests may choose: no step compiles a kernel for one of them."""
+    made, score = set(), method_module.window_scores_of_rows
+
+    def scoring(query, *where, lengths, variance, maximum=False, **more):
+        made.add((lengths is None, power_of_two(query.shape[1]), variance, maximum))
+        return score(query, *where, lengths=lengths, variance=variance, maximum=maximum, **more)
+
+    monkeypatch.setattr(method_module, "window_scores_of_rows", scoring)
+    settings = CompressionConfig.parse({**given, "min_prompt": 200, "budget": 0.3})
+    pool = pool_on("cpu")
+    warming_up(pool, settings).run(1000)
+    shares = {(whole, rows) for whole, rows, variance, maximum in made if variance and not maximum}
+    whole = [True] if settings.max_whole is None else [True, False]
+    assert shares >= {(each, power_of_two(m)) for each in whole for m in range(2, most + 1)}
+
+
+def power_of_two(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
 
 
 BOUNDING = [

@@ -86,18 +86,18 @@ class Method:
         return self.reads if self.scores_layer(layer) else self.allocator.reads
 
     def attention(
-        self, rows: Rows, query: torch.Tensor, allocating: int | None = None
+        self, rows: Rows, query: torch.Tensor, allocator_window: int | None = None
     ) -> WindowScores:
         """What the last queries of some rows think of the tokens before them.
 
         Args:
             query: ``[N, w, Hq, D]``, the last w of each row in the order of positions.
-            allocating: as in `PagePlan`: entropy and shift are of so many of them.
+            allocator_window: as in `PagePlan`: entropy and shift are of so many of them.
         """
         places = rows.key_pages, rows.pages, rows.most, rows.scale
         if Reads.VARIANCE not in self.allocator.reads:
-            allocating = None
-        reads = self.reads if allocating is None else self.scorer.reads
+            allocator_window = None
+        reads = self.reads if allocator_window is None else self.scorer.reads
         found = window_scores_of_rows(
             *(query, *places),
             lengths=rows.lengths,
@@ -106,9 +106,9 @@ class Method:
             pooled=Reads.POOLED in reads,
             sinks=rows.sinks,
         )
-        if allocating is None:
+        if allocator_window is None:
             return found
-        latest = query[:, query.shape[1] - allocating :]
+        latest = query[:, query.shape[1] - allocator_window :]
         figures = window_scores_of_rows(
             *(latest, *places), lengths=rows.lengths, variance=True, sinks=rows.sinks
         )

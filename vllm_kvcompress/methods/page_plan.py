@@ -20,8 +20,8 @@ class PagePlan:
         budget: mean tokens per layer B, window included.
         pages: pages kept over all layers, P.
         total: as in `Prompt`.
-        allocating: the window's last queries, whose attention tells how much each layer keeps; None
-            where all of them do.
+        allocator_window: last queries whose attention tells how much each layer keeps, where these
+            are not all that choose its tokens; None where they are.
     """
 
     num_layers: int
@@ -31,7 +31,7 @@ class PagePlan:
     budget: int
     pages: int
     total: int | None = None
-    allocating: int | None = None
+    allocator_window: int | None = None
 
     @property
     def prompt(self) -> Prompt:

@@ -208,10 +208,10 @@ class LookAhead:
         )
         # The prompt's last queries, mostly the template's, spoil how much each layer is given.
         alone = tokens >= self.due and 0 < answered < window
-        allocating = answered if alone else None
+        allocator_window = answered if alone else None
         if not holding.pages:
             plan = page_plan(prompt, size)
-            return None if plan is None else replace(plan, allocating=allocating)
+            return None if plan is None else replace(plan, allocator_window=allocator_window)
         blocks, tail = divmod(tokens, size)
         pages = min(pages_kept(prompt, tail, size), holding.pages_at(blocks))
         return PagePlan(
@@ -222,7 +222,7 @@ class LookAhead:
             budget=prompt.budget,
             pages=pages,
             total=prompt.total,
-            allocating=allocating,
+            allocator_window=allocator_window,
         )
 
     def half(self, holding: Holding, tokens: int) -> PagePlan | None:

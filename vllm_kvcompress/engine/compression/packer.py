@@ -233,7 +233,7 @@ class Packer:
                         query = self._queries(jobs, some, window)
                     else:
                         query = _of_rows(from_ring, some)
-                    attention = method.attention(own, query, jobs[0].todo.plan.allocating)
+                    attention = method.attention(own, query, jobs[0].todo.plan.allocator_window)
                 if Reads.COLUMN_SUMS in reads:
                     sums = self._sums(jobs, some, part)
                 found = method.observe(own, window, attention, sums, scored=scored)
@@ -314,7 +314,7 @@ class Packer:
 def _alike(job: Job) -> tuple[str, bool, bool, int, int, int]:
     """What requests have in common that are packed together: method, queries, window and tail."""
     todo, plan = job.todo, job.todo.plan
-    queries = todo.judged_by_ring, plan.window, plan.allocating or plan.window
+    queries = todo.judged_by_ring, plan.window, plan.allocator_window or plan.window
     return str(todo.settings), todo.prefill, *queries, plan.tail
 
 

@@ -42,6 +42,8 @@ class WarmUp:
             self.pack_again(settings.resolved_decode_window, prefill=False)
         if settings.max_whole is not None:
             self.pack_again(settings.resolved_window, prefill=True)
+            for window in self._allocator_windows():
+                self.pack_again(settings.resolved_window, prefill=True, allocator_window=window)
 
     def _query(self, rows: int) -> torch.Tensor:
         device = self._pool.pages.device
@@ -62,13 +64,26 @@ class WarmUp:
             plan = page_plan(settings.prompt(self._packer.num_layers, tokens), block)
             if plan is not None:
                 self._prompt(plan, shortest=tokens == lengths[0])
-        if plan is not None and settings.resolved_lookahead:
-            # one that is packed early may have fewer queries; kernels are made for powers of two
-            for power in range(settings.resolved_window.bit_length()):
-                if least_window(self._method.reads) <= 2**power < settings.resolved_window:
-                    self._prompt(replace(plan, window=2**power), shortest=False)
-            if settings.resolved_lookahead < settings.resolved_window:
-                self._prompt(replace(plan, allocating=settings.resolved_lookahead), shortest=False)
+        if plan is None or not settings.resolved_lookahead:
+            return
+        # one that is packed early may have fewer queries; kernels are made for powers of two
+        for power in range(settings.resolved_window.bit_length()):
+            if least_window(self._method.reads) <= 2**power < settings.resolved_window:
+                self._prompt(replace(plan, window=2**power), shortest=False)
+        for window in self._allocator_windows():
+            self._prompt(replace(plan, allocator_window=window), shortest=False)
+
+    def _allocator_windows(self) -> list[int]:
+        """What an answer has of queries when its look-ahead is over, as requests may choose that.
+
+        Where the prompt's last ones judge too, these tell how much each layer keeps: one of each
+        power of two that kernels are made for.
+        """
+        ahead, allocator = self._settings.resolved_lookahead, self._method.allocator.reads
+        if not 0 < ahead < self._settings.resolved_window or Reads.VARIANCE not in allocator:
+            return []
+        powers = [min(2**power, ahead) for power in range((ahead - 1).bit_length() + 1)]
+        return [window for window in powers if window >= least_window(allocator)]
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages
@@ -96,12 +111,15 @@ class WarmUp:
             self._packer.run([job])
             self._pool.forget("")
 
-    def pack_again(self, window: int, *, prefill: bool) -> None:
+    def pack_again(
+        self, window: int, *, prefill: bool, allocator_window: int | None = None
+    ) -> None:
         """Pack what a request holds of which tokens were dropped, and add up its attention.
 
         Args:
             window: queries that choose.
             prefill: they are a prompt's, and not an answer's.
+            allocator_window: as in `PagePlan`.
         """
         layers, size = self._packer.num_layers, self._pool.block_size
         pages = layers * (window // size + 2)
@@ -113,6 +131,7 @@ class WarmUp:
             budget=pages // layers * size,
             pages=pages,
             total=pages * size,
+            allocator_window=allocator_window,
         )
         self._pool.keep_queries("")
         # The layers of an answer divide once; those of a prompt divide anew at every boundary.
