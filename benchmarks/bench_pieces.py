@@ -3,15 +3,17 @@
     python benchmarks/bench_pieces.py --model .cache/smollm2-135m-instruct
 
 Engines side by side in one process, prompt by prompt: vLLM alone, the method on the whole prompt,
-and the same packed after every piece. vLLM alone answers a built-in question; the others write the
-same answer, so that probabilities are along the same text, and answer themselves where they would
-have chosen another token.
+and the same packed after every piece, judged by the prompt's end or by the piece's own (1024:0).
+vLLM alone answers a built-in question; the others write the same answer, so that probabilities are
+along the same text, and answer themselves where they would have chosen another token.
 
 * blocks: taken at once for one prompt and its answer, the most, in the smallest pool that starts
 * first token: seconds from the request to it, the median of the prompts, and the median of the
   ratios, vLLM's over the method's
 * named: of the prompts whose answer vLLM alone names, those that name it
-* KL: from vLLM alone, in nats per token, a lower bound by the 20 most likely tokens
+* KL: from vLLM alone, in nats per token, a lower bound by the 20 most likely tokens; of an answer
+  that is judged by its first tokens, behind these
+* same: of those tokens, the share that it would have chosen itself
 """
 
 import argparse
@@ -28,8 +30,6 @@ from origin import commit, machine
 
 FULL, WHOLE = "off", "whole"
 BLOCK = 128
-TOKENS = 24
-"""Of an answer along which probabilities are compared."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,7 +37,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--method", default="cake-chunk")
     parser.add_argument("--budget", type=float, default=0.2)
-    parser.add_argument("--pieces", type=int, nargs="*", default=[1024, 2048, 4096])
+    parser.add_argument(
+        "--pieces",
+        nargs="*",
+        metavar="PIECE[:PROBE]",
+        default=["1024", "2048", "4096", "1024:0", "2048:0", "4096:0"],
+    )
+    parser.add_argument("--without-whole", action="store_true", help="pieces and vLLM alone")
+    parser.add_argument("--lookahead", type=int, default=0)
+    parser.add_argument("--answer", type=int, default=24, help="tokens that are compared, at most")
     parser.add_argument("--task", default="niah-multikey-1")
     parser.add_argument("--count", type=int, default=20, help="prompts")
     parser.add_argument("--tokens", type=int, default=6000, help="of a prompt, about")
@@ -57,18 +65,20 @@ class Contender:
     first: list[float] = field(default_factory=list)
     named: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
 
-    def answer(self, name: str, prompt: list[int], write: list[int] | None) -> Any:
-        """Answer one prompt alone, greedily or as it is written; times are of the first token."""
+    def answer(self, name: str, prompt: list[int], write: list[int] | int) -> Any:
+        """Answer one prompt alone, with so many tokens or as it is written; times the first one."""
         from vllm import SamplingParams
 
-        tokens = TOKENS if write is None else len(write)
+        greedy = isinstance(write, int)
+        tokens = write if isinstance(write, int) else len(write)
         params = SamplingParams(
             temperature=0,
             max_tokens=tokens,
-            ignore_eos=True,
+            ignore_eos=not greedy,
             logprobs=LIKELY,
-            extra_args=None if write is None else {"write": write},
+            extra_args=None if greedy else {"write": write},
         )
         engine = self.llm.llm_engine
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -81,16 +91,19 @@ class Contender:
         return outputs[0].outputs[0]
 
 
-def contender(piece: int | str, args: argparse.Namespace) -> Contender:
+def contender(piece: str, args: argparse.Namespace) -> Contender:
     from transformers import AutoConfig
     from vllm import LLM
 
     from vllm_kvcompress.planning.standing import standing_blocks
     from vllm_kvcompress.settings.config import CompressionConfig
 
-    own: dict[str, Any] = {"compress": args.method, "budget": args.budget, "lookahead": 0}
-    if isinstance(piece, int):
-        own |= {"max_whole": max(piece, 1024), "piece": piece}
+    own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
+    own["lookahead"] = args.lookahead
+    size, _, probe = piece.partition(":")
+    if size.isdigit():
+        own |= {"max_whole": max(int(size), 1024), "piece": int(size)}
+        own |= {"probe": int(probe)} if probe else {}
     longest = args.tokens + 256
     settings = CompressionConfig.parse(own)
     layers = AutoConfig.from_pretrained(args.model).num_hidden_layers
@@ -129,7 +142,7 @@ def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: A
     full = contenders[FULL]
     for at, item in enumerate(items):
         prompt = encode(tokenizer, item.messages)
-        right = full.answer(item.name, prompt, None)
+        right = full.answer(item.name, prompt, args.answer)
         text = tokenizer.decode(right.token_ids[: item.max_tokens])
         known = score(item.answers, text)
         likely = likely_tokens(right)
@@ -138,13 +151,15 @@ def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: A
                 continue
             own = likely_tokens(one.answer(item.name, prompt, list(right.token_ids)))
             # the first token is the prefill's, and so is its distribution
-            pairs = list(zip(likely, own, strict=True))[1:]
-            one.kl.append(statistics.fmean(coarse_kl(p, q) for p, q in pairs))
+            pairs = list(zip(likely, own, strict=True))[1 + args.lookahead :]
+            if pairs:
+                one.kl.append(statistics.fmean(coarse_kl(p, q) for p, q in pairs))
+                one.same.append(statistics.fmean(next(iter(p)) == next(iter(q)) for p, q in pairs))
             if not known:
                 continue
             chosen = [int(next(iter(place))) for place in own[: item.max_tokens]]
             if chosen != list(right.token_ids[: item.max_tokens]):
-                again = one.answer(f"{item.name} again", prompt, None)
+                again = one.answer(f"{item.name} again", prompt, args.answer)
                 one.first.pop()
                 text_of_own = tokenizer.decode(again.token_ids[: item.max_tokens])
                 one.named.append(score(item.answers, text_of_own))
@@ -169,6 +184,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
             "first_token_speedup": round(statistics.median(ratios), 3),
             "named": round(sum(one.named), 2),
             "kl": round(statistics.fmean(one.kl), 4) if one.kl else None,
+            "same": round(statistics.fmean(one.same), 3) if one.same else None,
         }
     return {
         "machine": machine(),
@@ -177,7 +193,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         "shapes": {
             **{"task": args.task, "question": args.question, "prompts": args.count},
             **{"known": sum(map(bool, full.named)), "tokens": args.tokens, "method": args.method},
-            **{"budget": args.budget, "dtype": args.dtype},
+            **{"budget": args.budget, "dtype": args.dtype, "lookahead": args.lookahead},
         },
         "rows": rows,
     }
@@ -187,8 +203,8 @@ def main() -> None:
     args = parse_args()
     in_this_process(cache_gib=1)
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    made: list[int | str] = [FULL, WHOLE, *args.pieces]
-    contenders = {str(piece): contender(piece, args) for piece in made}
+    made = [FULL, *([] if args.without_whole else [WHOLE]), *args.pieces]
+    contenders = {piece: contender(piece, args) for piece in made}
     ask(args, contenders, contenders[FULL].llm.get_tokenizer())
     tell(report(args, contenders), args.output)
 

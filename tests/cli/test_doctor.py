@@ -249,7 +249,7 @@ def test_a_package_that_vllm_needs_is_named_once(run, package, check, cure):
 
 def test_a_process_that_crashes_leaves_a_report(run):
     site = broken(
-        "vllm_kvcompress.engine.startup.seams",
+        "vllm_kvcompress.engine.startup.seam",
         "module.Seam.check = lambda self, version: __import__('os').abort()",
     )
     done = run("doctor", "--json", site=site)

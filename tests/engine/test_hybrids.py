@@ -19,7 +19,8 @@ from processor import needs_avx512
 from test_added_pieces import ANSWER as LONG
 from test_added_pieces import BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
-from test_prompts_in_pieces import Prompt, piecewise
+from test_probes import PROBE, Guided
+from test_prompts_in_pieces import piecewise
 from test_reference import softmax
 from vllm_kvcompress.commands import plan as planning
 from vllm_kvcompress.commands.plan_options import PlanOptions
@@ -141,7 +142,7 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
     length, answer = 531, 40
     with engine(
         make(name, checkpoints_folder),
-        additional_config=piecewise(method),
+        additional_config=piecewise(method, probe=PROBE),
         max_num_seqs=4,
         max_model_len=1024,
         max_num_batched_tokens=70,
@@ -150,7 +151,7 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
         llm.submit("r", tokens(length, seed=6), answer)
         llm.drain()
         assert llm.free_blocks == free
-    replay = Prompt(method, full_layers(name, seen), seen, length, int(length * 0.4))
+    replay = Guided(method, full_layers(name, seen), seen, length, int(length * 0.4))
     for position in range(length + answer - 1):
         replay.look(position)
         replay.after(position + 1)

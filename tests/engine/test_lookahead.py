@@ -10,6 +10,7 @@ import pytest
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay
+from test_probes import PROBE, Guided
 from test_prompts_in_pieces import PIECE, WHOLE, Prompt
 from vllm_kvcompress.planning.schedules import LookAhead
 
@@ -148,9 +149,13 @@ def test_the_ring_judges_at_any_moment(
     assert replay.packed_at == [due]
 
 
+class InPieces(Ahead, Guided):
+    """One whose pieces the prompt's end has judged before."""
+
+
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
 def test_pieces_and_bounded_answers(method, checkpoints_folder):
-    """The pieces are judged by what was computed of the prompt, and what they leave by the answer.
+    """The pieces are judged by the prompt's end, and what they leave by the answer.
 
     Its intervals begin there: nothing is packed again before.
     """
@@ -159,6 +164,7 @@ def test_pieces_and_bounded_answers(method, checkpoints_folder):
         *(method, BUDGET, AHEAD),
         max_whole=WHOLE,
         piece=PIECE,
+        probe=PROBE,
         window=8,
         decode_budget=bound,
         decode_interval=INTERVAL,
@@ -176,7 +182,7 @@ def test_pieces_and_bounded_answers(method, checkpoints_folder):
         llm.drain()
         assert llm.free_blocks == free
     assert packed == [length + AHEAD]
-    replay = Ahead(method, SHAPES[name], seen, length, AHEAD, window=8, bound=bound)
+    replay = InPieces(method, SHAPES[name], seen, length, AHEAD, window=8, bound=bound)
     replay.last = length + answer
     for position in range(length + answer - 1):
         replay.step(position)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.planning.holding import Holding
-from vllm_kvcompress.planning.schedules import EveryPiece, LookAhead
+from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.holding import Holding
-from vllm_kvcompress.planning.schedules import pieces_of
+from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -28,6 +28,7 @@ def prompts(draw):
         compress=draw(st.sampled_from(["snapkv", "pyramidkv", "cake"])),
         window=max(window, 2),
         piece=max(piece, block * (2 // block + 1)),
+        probe=draw(st.sampled_from([0, 1, 2, 3, 32])),
         max_whole=draw(st.integers(1, 40 * block)),
         budget=budget if isinstance(budget, float) else max(budget, 4),
     )
@@ -50,17 +51,19 @@ def test_what_is_held_stays_within_its_bound(case):
         start, computed = computed, pieces.next_end(computed)
         assert start < computed <= start + own.piece
         assert computed % own.piece == 0 or computed == tokens
-        assert packed + -(-computed // size) - holding.first_block <= most
+        probe = pieces.chunk(holding, start, tokens - start)[1]
+        assert packed + -(-(computed + probe) // size) - holding.first_block <= most
         for inside in range(start + 1, computed):
             assert pieces.plan(holding, inside) is None
         plan = pieces.plan(holding, computed)
         assert (plan is not None) == (computed >= first)
+        assert probe == (0 if plan is None else plan.probe) <= min(own.probe, tokens)
         if plan is None:
             continue
         held = holding.pages + layers * (computed // size - holding.first_block)
         assert layers * plan.floor_pages <= plan.pages <= held
         assert plan.pages < held or computed == tokens
-        assert plan.tail == (tokens % size if computed == tokens else 0)
+        assert plan.tail == (tokens % size if computed == tokens else 0) + probe
         assert -(-held // layers) <= plan.full_blocks
         assert not packed or plan.blocks <= packed
         packed = plan.blocks
@@ -86,9 +89,38 @@ def test_the_pool_that_one_request_needs(case):
         assert needed <= most
 
 
+@prop
+@given(prompts(), st.data())
+def test_no_step_goes_beyond_its_room_or_the_prompt(case, data):
+    """Whatever room the steps have, the same tokens judge the same boundaries."""
+    own, layers, size, tokens = case
+    pieces = pieces_of(own, layers, size, tokens)
+    if pieces is None:
+        return
+
+    def judged(rooms):
+        holding, computed, found = Holding(num_layers=layers, block_size=size), 0, []
+        while computed < tokens:
+            room = min(next(rooms), tokens - computed)
+            chunk, probe = pieces.chunk(holding, computed, room)
+            assert 0 <= chunk + probe <= room
+            # a step that comes to the prompt's end would sample
+            assert probe == 0 or computed + chunk + probe < tokens
+            computed += chunk
+            plan = pieces.plan(holding, computed) if chunk else None
+            if plan is not None:
+                assert plan.probe == probe
+                found.append((computed, probe))
+                holding.pack(plan, computed // size)
+        return found
+
+    rooms = st.integers(own.probe + 1, own.probe + own.piece + 5)
+    assert judged(iter(lambda: data.draw(rooms), None)) == judged(iter(lambda: tokens, None))
+
+
 def test_by_hand():
     """6,000 tokens, a tenth of them, blocks of 128, pieces of 1,024, 30 layers."""
-    own = config(budget=0.1, max_whole=2000, piece=1024, window=32)
+    own = config(budget=0.1, max_whole=2000, piece=1024, window=32, probe=100)
     pieces = pieces_of(own, 30, 128, 6000)
     holding, ends, kept = Holding(num_layers=30, block_size=128), [], []
     while not ends or ends[-1] < 6000:
@@ -99,7 +131,9 @@ def test_by_hand():
     assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
     # 600 tokens of each layer, and at the end without the tail of 112
     assert kept == [30 * 600 // 128] * 5 + [30 * (600 - 112) // 128]
-    assert pieces.most_blocks == 5 + 8
+    # and a block for the probe behind a piece
+    assert pieces.most_blocks == 5 + 8 + 1
+    assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
     assert standing_blocks(own, 30, 128, 6000) == 16  # what stands whole, up to 2,000 tokens
     assert standing_blocks(config(), 30, 128, 6000) == 47
 
@@ -110,13 +144,16 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
     named = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
     assert standing_blocks(own, 2, 16, 4096) == 16
     assert standing_blocks(free, 2, 16, 4096) == 16
-    assert standing_blocks(named, 2, 16, 4096) == (512 + 64) // 16
+    assert standing_blocks(named, 2, 16, 4096) == (512 + 64 + 32) // 16
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"piece": 64}, "--kv-piece needs --kv-max-whole; set it, or remove --kv-piece"),
+        ({"probe": 8}, "--kv-probe needs --kv-max-whole; set it, or remove --kv-probe"),
+        ({"probe": 0.5, "max_whole": 64}, "probe must be a whole number of tokens, got 0.5"),
+        ({"probe": -1, "max_whole": 64}, "probe: .*greater than or equal to 0, got -1"),
         ({"max_whole": 64, "min_prompt": 65}, "max_whole must be at least min_prompt=65.*got 64"),
         (
             {"max_whole": 64, "piece": 8, "window": 8},

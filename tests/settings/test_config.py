@@ -157,6 +157,7 @@ FULL = {
     "decode_window": 4,
     "max_whole": 8192,
     "piece": 2048,
+    "probe": 48,
 }
 
 

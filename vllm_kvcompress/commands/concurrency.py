@@ -19,12 +19,8 @@ from vllm_kvcompress.planning.memory import (
     sums_per_block,
     table_bytes,
 )
-from vllm_kvcompress.planning.schedules import (
-    EveryInterval,
-    EveryPiece,
-    LookAhead,
-    pieces_of,
-)
+from vllm_kvcompress.planning.pieces import EveryPiece, pieces_of
+from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 

@@ -56,6 +56,12 @@ Piece = Annotated[
         "--kv-piece", metavar="TOKENS", help="Tokens of such a prompt after which it is packed."
     ),
 ]
+Probe = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-probe", metavar="TOKENS", help="Its last tokens, which judge each of its pieces."
+    ),
+]
 DecodeBudget = Annotated[
     int | None,
     typer.Option(

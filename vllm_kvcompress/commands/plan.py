@@ -63,6 +63,7 @@ class Answer:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
         if self.settings.max_whole is not None:
             title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
+            title += f" --kv-probe {self.settings.probe}"
         show_forecast(
             self.forecast,
             title,

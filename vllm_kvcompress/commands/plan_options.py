@@ -27,6 +27,7 @@ class PlanOptions:
     decode_budget: kv_flags.DecodeBudget = None
     max_whole: kv_flags.MaxWhole = None
     piece: kv_flags.Piece = None
+    probe: kv_flags.Probe = None
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -118,4 +119,5 @@ class PlanOptions:
             decode_budget=self.decode_budget,
             max_whole=self.max_whole,
             piece=self.piece,
+            probe=self.probe,
         )

@@ -7,7 +7,8 @@ from typing import Any
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
-from vllm_kvcompress.planning.schedules import EveryInterval, EveryPiece, LookAhead
+from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 
 ANSWER = 24

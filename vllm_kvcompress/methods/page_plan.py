@@ -22,6 +22,8 @@ class PagePlan:
         total: as in `Prompt`.
         allocator_window: last queries whose attention tells how much each layer keeps, where these
             are not all that choose its tokens; None where they are.
+        probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
+            the prompt's last tokens. They are all of its window; 0 where its own tokens judge it.
     """
 
     num_layers: int
@@ -32,6 +34,7 @@ class PagePlan:
     pages: int
     total: int | None = None
     allocator_window: int | None = None
+    probe: int = 0
 
     @property
     def prompt(self) -> Prompt:
@@ -46,17 +49,17 @@ class PagePlan:
     @property
     def full_blocks(self) -> int:
         """Full blocks of the prompt, F."""
-        return self.tokens // self.block_size
+        return (self.tokens - self.probe) // self.block_size
 
     @property
     def tail(self) -> int:
-        """Tokens after the last full block."""
-        return self.tokens % self.block_size
+        """Tokens after the last full block, those of the probe among them."""
+        return self.tokens - self.full_blocks * self.block_size
 
     @property
     def floor_pages(self) -> int:
         """Pages that every layer needs, m: for the window before the tail, or one token."""
-        return _floor_pages(self.window, self.tail, self.block_size)
+        return _floor_pages(self.window - self.probe, self.tail - self.probe, self.block_size)
 
     @property
     def most_pages(self) -> int:

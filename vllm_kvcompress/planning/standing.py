@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.planning.schedules import pieces_of
+from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.lookahead import judges_by_window
 
 
 @lru_cache(maxsize=64)
@@ -31,6 +32,13 @@ def adds_up(settings: CompressionConfig) -> bool:
 def keeps_sums(settings: CompressionConfig) -> bool:
     """Whether what is packed more than once, answer or prompt, needs its attention added up."""
     return packs_again(settings) and Reads.COLUMN_SUMS in method_of(settings).reads
+
+
+def probe_rows(settings: CompressionConfig) -> int:
+    """The prompt's last tokens that judge a piece; 0 where its own do, or no latest queries."""
+    if settings.max_whole is None or not judges_by_window(method_of(settings).reads):
+        return 0
+    return settings.probe
 
 
 def merges(settings: CompressionConfig) -> bool:

@@ -8,6 +8,8 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.parsing import whole_tokens
 
 USUAL_PIECE = 4096
+USUAL_PROBE = 32
+MAX_PROBE = 1024
 
 
 class PieceSettings(BaseModel):
@@ -19,6 +21,8 @@ class PieceSettings(BaseModel):
     """Prompts of more tokens are packed piece by piece; with None every prompt stands whole."""
     piece: int = Field(default=USUAL_PIECE, ge=1)
     """Tokens of a prompt after which it is packed; a multiple of the KV block."""
+    probe: int = Field(default=USUAL_PROBE, ge=0, le=MAX_PROBE)
+    """The prompt's last tokens that judge every piece; with 0 a piece's own last tokens do."""
 
     @field_validator("max_whole", mode="before")
     @classmethod
@@ -26,7 +30,7 @@ class PieceSettings(BaseModel):
         # a manifest's arguments are always the same ones
         return None if value == "none" else value
 
-    @field_validator("max_whole", "piece", mode="before")
+    @field_validator("max_whole", "piece", "probe", mode="before")
     @classmethod
     def _tokens_of_a_prompt(cls, value: Any) -> Any:
         return whole_tokens(value)
@@ -42,8 +46,9 @@ class PieceSettings(BaseModel):
             ConfigError: with what must hold, what was given, and what to do.
         """
         if self.max_whole is None:
-            if "piece" in self.model_fields_set:
-                raise ConfigError("--kv-piece needs --kv-max-whole; set it, or remove --kv-piece")
+            for flag, name in (("--kv-piece", "piece"), ("--kv-probe", "probe")):
+                if name in self.model_fields_set:
+                    raise ConfigError(f"{flag} needs --kv-max-whole; set it, or remove {flag}")
             return
         if self.piece <= window:
             raise ConfigError(

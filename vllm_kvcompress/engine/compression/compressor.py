@@ -4,8 +4,7 @@ Per step: `begin_step`, then `begin_batch` from the metadata builder once the ba
 `after_attention` from each layer, and `end_step` after the last one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,83 +16,16 @@ from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
-from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan, plan_of
+from vllm_kvcompress.engine.compression.watched import Prefill, Span, Step
+from vllm_kvcompress.engine.messages.step import Pack, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
 _ATTENTION = Reads.WINDOW | Reads.COLUMN_SUMS
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """What a request's earlier chunks leave for its last one.
-
-    Args:
-        method: what will pack it.
-        window: its observation window w.
-        stopwatch: what packing it takes.
-        tokens: tokens computed so far.
-        queries: per layer, the last ``[<= w, Hq, D]`` queries.
-        sums: per layer, column sums ``[Hq, tokens]`` of the chunks so far, while all tokens stand.
-        held: tokens that no layer held when it was packed for the last time, and how many were
-            computed then; None while all tokens stand.
-    """
-
-    method: Method
-    window: int
-    stopwatch: Stopwatch
-    tokens: int = 0
-    queries: dict[int, torch.Tensor] = field(default_factory=dict)
-    sums: dict[int, torch.Tensor] = field(default_factory=dict)
-    held: tuple[int, int] | None = None
-
-
-@dataclass(slots=True)
-class _Span:
-    """One watched request's tokens in this step's batch.
-
-    Args:
-        row: of the batch.
-        start, stop: rows of the batch.
-        blocks: ``[ceil(tokens / bs)]`` int64, vLLM block ids of all its tokens so far.
-    """
-
-    row: int
-    start: int
-    stop: int
-    blocks: torch.Tensor
-    prefill: _Prefill
-
-
-@dataclass(slots=True)
-class _Step:
-    """What lives for one step.
-
-    Args:
-        plan: the scheduler's; None where this step has none.
-        drafts: rows behind the last token of a prompt, which vLLM fills up to those of a decode
-            step.
-        laid_out: whether the batch is known.
-        layers_watched: layers that ran.
-        spans: the prefills that are watched.
-        jobs: the requests that are packed after it.
-        additions: attention to add up after it, each with its row.
-        remembered: prompts whose column sums are kept beside their pages after it.
-    """
-
-    plan: StepPlan | None
-    drafts: dict[str, int]
-    laid_out: bool = False
-    layers_watched: int = 0
-    spans: list[_Span] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
-    additions: list[tuple[Addition, int]] = field(default_factory=list)
-    remembered: list[tuple[torch.Tensor, _Prefill]] = field(default_factory=list)
 
 
 class PromptCompressor:
@@ -129,8 +61,8 @@ class PromptCompressor:
         self.packer = Packer(mover, scales=scales, num_layers=layers)
         self._queries, self.queries_dtype = queries, queries[2]
         self.adder = AttentionAdder(self.packer)
-        self._prefills: dict[str, _Prefill] = {}
-        self._step: _Step | None = None
+        self._prefills: dict[str, Prefill] = {}
+        self._step: Step | None = None
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -145,7 +77,9 @@ class PromptCompressor:
         self.reports.stages.wait_for_sent()
         plan = plan_of(output)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
-        self._step = _Step(plan, {request_id: len(ids) for request_id, ids in drafts})
+        pack = () if plan is None else plan.pack
+        probes = {todo.request_id: todo.plan.probe for todo in pack if todo.plan.probe}
+        self._step = Step(plan, {request_id: len(ids) for request_id, ids in drafts}, probes)
 
     def abort_step(self) -> None:
         """Drop what is left of a step that did not come to its end."""
@@ -199,23 +133,24 @@ class PromptCompressor:
 
     def _span(
         self,
-        step: _Step,
+        step: Step,
         request_id: str,
         settings: CompressionConfig,
         row: int,
         query_start: Sequence[int],
-    ) -> _Span:
+    ) -> Span:
         """Count a chunk of a prefill, and watch its layers if its method reads attention."""
         method = method_of(settings)
         start, stop = int(query_start[row]), int(query_start[row + 1])
-        stop -= step.drafts.get(request_id, 0)
+        probe = step.probes.get(request_id, 0)
+        stop -= step.drafts.get(request_id, 0) + probe
         prefill = self._prefills.get(request_id)
         if prefill is None:
             stopwatch = Stopwatch(self.pool.pages.device)
-            prefill = _Prefill(method, settings.resolved_window, stopwatch)
+            prefill = Prefill(method, settings.resolved_window, stopwatch)
             self._prefills[request_id] = prefill
         prefill.tokens += stop - start
-        span = _Span(row, start, stop, self.pool.layer_offset[:0], prefill)
+        span = Span(row, start, stop, probe, self.pool.layer_offset[:0], prefill)
         if method.reads & _ATTENTION:
             step.spans.append(span)
         return span
@@ -223,7 +158,7 @@ class PromptCompressor:
     def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
         return block_table[row, : -(-tokens // self.pool.block_size)].long()
 
-    def _job(self, step: _Step, todo: Pack, span: _Span) -> Job:
+    def _job(self, step: Step, todo: Pack, span: Span) -> Job:
         """What packs a prompt, with what its chunks left.
 
         Raises:
@@ -243,7 +178,7 @@ class PromptCompressor:
             method=prefill.method,
             row=span.row,
             blocks=span.blocks,
-            queries=prefill.queries,
+            queries=prefill.probe if todo.plan.probe else prefill.queries,
             sums=prefill.sums,
             stopwatch=prefill.stopwatch,
         )
@@ -254,6 +189,11 @@ class PromptCompressor:
     def running(self) -> bool:
         """Whether a step is under way."""
         return self._step is not None
+
+    @property
+    def probes(self) -> Mapping[str, int]:
+        """By request, rows behind its chunk of this step that are the prompt's last tokens."""
+        return {} if self._step is None else self._step.probes
 
     @property
     def planned(self) -> bool:
@@ -297,11 +237,13 @@ class PromptCompressor:
             reads = prefill.method.reads_of(layer)
             if Reads.WINDOW in reads:
                 prefill.queries[layer] = self._latest(layer, span, query)
+                if span.probe:
+                    prefill.probe[layer] = query[span.stop : span.stop + span.probe].clone()
             if Reads.COLUMN_SUMS in reads:
                 with prefill.stopwatch.running():
                     self._accumulate(layer, span, query)
 
-    def _latest(self, layer: int, span: _Span, query: torch.Tensor) -> torch.Tensor:
+    def _latest(self, layer: int, span: Span, query: torch.Tensor) -> torch.Tensor:
         """The last ``[<= w, Hq, D]`` queries of the prefill so far."""
         latest = query[max(span.start, span.stop - span.prefill.window) : span.stop]
         earlier = span.prefill.queries.get(layer)
@@ -311,7 +253,7 @@ class PromptCompressor:
         # A copy, since the model goes on to write over its queries.
         return latest.clone()
 
-    def _accumulate(self, layer: int, span: _Span, query: torch.Tensor) -> None:
+    def _accumulate(self, layer: int, span: Span, query: torch.Tensor) -> None:
         """Add up what the prefill's rows so far pay to every token: a chunk's rows are final."""
         prefill, rows = span.prefill, query[span.start : span.stop]
         if prefill.held is not None:

@@ -36,7 +36,8 @@ class Job:
         blocks: of a prompt, ``[n]`` int64 vLLM block ids of its tokens; those that were packed are
             no longer its own.
         queries: of a prompt, per layer that is shown its observation window, the last
-            ``[w, Hq, D]`` queries. The ring has those of others, and of prompts that looked ahead.
+            ``[w, Hq, D]`` queries, or the probe's. The ring has those of others, and of prompts
+            that looked ahead.
         sums: of a prompt of which nothing was dropped, per layer that is shown them, column sums
             ``[Hq, S]`` float32. The pool has those of the others.
         stopwatch: runs while it is packed; None where nobody asks how long that takes.
@@ -202,7 +203,7 @@ class Packer:
             pages = self.pool.every_layer(jobs[0].blocks)
             return Held(pages=pages, lengths=None, most=jobs[0].todo.plan.tokens)
         plans = [job.todo.plan for job in jobs]
-        columns = max(plan.full_blocks + (plan.tail > 0) for plan in plans)
+        columns = max(-(-plan.tokens // plan.block_size) for plan in plans)
         return self.held_rows(*self.pool.held([job.row for job in jobs], columns))
 
     def held_rows(self, tables: torch.Tensor, lengths: torch.Tensor) -> Held:
@@ -285,7 +286,8 @@ class Packer:
             targets, counts = pool.packed(todo.request_id)
             pool.advance(todo.request_id, first_block)
             return counts, targets, min(most_pages(plan, counts), pool.columns)
-        caps = None if held.lengths is None else (held.lengths // pool.block_size).long()
+        lengths = held.lengths
+        caps = None if lengths is None else ((lengths - plan.probe) // pool.block_size).long()
         pages = method.layer_pages(plan, observed, caps)
         counts = to_device(pages, torch.int32, pool.pages.device)
         free = pool.destination(todo.destination)[: plan.pages]

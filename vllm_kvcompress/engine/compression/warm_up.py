@@ -12,7 +12,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.rows import LATEST
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of
+from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of, probe_rows
 
 
 class WarmUp:
@@ -44,6 +44,10 @@ class WarmUp:
             self.pack_again(settings.resolved_window, prefill=True)
             for window in self._allocator_windows():
                 self.pack_again(settings.resolved_window, prefill=True, allocator_window=window)
+            probe, least = probe_rows(settings), least_window(self._method.reads)
+            for rows in _powers(probe):
+                if rows >= least:
+                    self.pack_again(rows, prefill=True, probe=rows)
 
     def _query(self, rows: int) -> torch.Tensor:
         device = self._pool.pages.device
@@ -82,8 +86,7 @@ class WarmUp:
         ahead, allocator = self._settings.resolved_lookahead, self._method.allocator.reads
         if not 0 < ahead < self._settings.resolved_window or Reads.VARIANCE not in allocator:
             return []
-        powers = [min(2**power, ahead) for power in range((ahead - 1).bit_length() + 1)]
-        return [window for window in powers if window >= least_window(allocator)]
+        return [window for window in _powers(ahead) if window >= least_window(allocator)]
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages
@@ -112,26 +115,27 @@ class WarmUp:
             self._pool.forget("")
 
     def pack_again(
-        self, window: int, *, prefill: bool, allocator_window: int | None = None
+        self, window: int, *, prefill: bool, allocator_window: int | None = None, probe: int = 0
     ) -> None:
         """Pack what a request holds of which tokens were dropped, and add up its attention.
 
         Args:
             window: queries that choose.
             prefill: they are a prompt's, and not an answer's.
-            allocator_window: as in `PagePlan`.
+            allocator_window, probe: as in `PagePlan`.
         """
         layers, size = self._packer.num_layers, self._pool.block_size
         pages = layers * (window // size + 2)
         plan = PagePlan(
             num_layers=layers,
-            tokens=(window // size + 4) * size,
+            tokens=(window // size + 4) * size + probe,
             block_size=size,
             window=window,
-            budget=pages // layers * size,
+            budget=pages // layers * size + probe,
             pages=pages,
-            total=pages * size,
+            total=pages * size + layers * probe,
             allocator_window=allocator_window,
+            probe=probe,
         )
         self._pool.keep_queries("")
         # The layers of an answer divide once; those of a prompt divide anew at every boundary.
@@ -140,7 +144,7 @@ class WarmUp:
                 request_id="",
                 settings=self._settings,
                 plan=plan,
-                tokens=plan.tokens,
+                tokens=plan.tokens - probe,
                 destination=destination,
                 prefill=prefill,
                 whole=False,
@@ -167,3 +171,8 @@ class WarmUp:
             else:
                 add = Addition(request_id="", tokens=0, latest=latest, most=tokens)
                 self._adder.add([(add, 0)])
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to `most`, which kernels are made for, and `most` itself."""
+    return [min(2**power, most) for power in range((most - 1).bit_length() + 1)] if most else []

@@ -187,6 +187,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "decode_interval": str(settings.decode_interval if settings.decode_budget else ""),
             "max_whole": str(settings.max_whole or ""),
             "piece": str(settings.piece if settings.max_whole else ""),
+            "probe": str(settings.probe if settings.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
             "stages": str(stages),

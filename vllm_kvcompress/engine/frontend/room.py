@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.layers import layers_together, windows_of
-from vllm_kvcompress.planning.schedules import pieces_of
+from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.schedules import EveryPiece, pieces_of
+from vllm_kvcompress.planning.pieces import EveryPiece, pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 

@@ -27,7 +27,8 @@ from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
-from vllm_kvcompress.planning.schedules import EveryPiece, RequestSchedule
+from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.schedules import RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -57,6 +58,8 @@ class CompressedManager(FullAttentionManager):
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a packed request may enter the prefix cache.
         self._cacheable: dict[str, int] = {}
+        # Rows behind a request's chunk of this step that judge it: they are no tokens of it.
+        self.probes: dict[str, int] = {}
         # Of this step: prefills that are watched, requests whose answers judge from it on, those
         # that come to their prefill's last queries, those whose latest attention is added up after
         # it, and those that are packed.
@@ -136,7 +139,7 @@ class CompressedManager(FullAttentionManager):
             return DestinationBlocks(0, 0)
         request = self.planner.request(request_id)
         # beyond these are drafts, which are not of the prompt
-        num_tokens = min(num_tokens, int(request.num_tokens))
+        num_tokens = min(num_tokens - self.probes.get(request_id, 0), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, later = schedule.plan(num_tokens), False
         if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
@@ -167,7 +170,7 @@ class CompressedManager(FullAttentionManager):
         if reason:
             self.tally.skipped[reason] += 1
         request = self.planner.request(request_id)
-        tokens = min(num_tokens, int(request.num_tokens))
+        tokens = min(num_tokens - self.probes.get(request_id, 0), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, ends = schedule.plan(tokens), tokens >= int(request.num_tokens)
         if ends:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
-from vllm_kvcompress.planning.schedules import EveryPiece
+from vllm_kvcompress.planning.pieces import EveryPiece
 
 
 class NextStep:

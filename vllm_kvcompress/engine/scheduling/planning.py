@@ -17,13 +17,8 @@ from vllm_kvcompress.errors import SeamError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
-from vllm_kvcompress.planning.schedules import (
-    AtEnd,
-    EveryInterval,
-    EveryPiece,
-    LookAhead,
-    RequestSchedule,
-)
+from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.planning.schedules import AtEnd, EveryInterval, LookAhead, RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import adds_up, method_of
 
@@ -293,7 +288,8 @@ class Planner:
                 return 0
             # What lies behind the first packing was computed against what that left.
             window = pieces.settings.resolved_window if Reads.WINDOW in reads else 0
-            return min(pieces.first_end - max(window, 1), max_length)
+            own = 1 if pieces.probe(pieces.first_end) else max(window, 1)
+            return min(pieces.first_end - own, pieces.tokens - max(window, 1), max_length)
         settings = self.admissions.of(request).settings
         if self._watched_whole(request, schedule.holding) is not None:
             return 0

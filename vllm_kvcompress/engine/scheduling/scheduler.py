@@ -27,7 +27,7 @@ from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import SeamError
-from vllm_kvcompress.planning.schedules import EveryPiece
+from vllm_kvcompress.planning.pieces import EveryPiece
 
 logger = init_logger("vllm.kvcompress")
 
@@ -100,20 +100,30 @@ class _Compressing:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """How long a step is: that of a prompt in pieces ends at a boundary, and no draft goes
-        beyond the end of a look-ahead.
+        """How long a step is: that of a prompt in pieces ends at a boundary, with the probe's rows
+        behind it, and no draft goes beyond the end of a look-ahead.
         """
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        schedule = self.compressed_manager.planner.schedule_of(request)
-        end = None
+        manager = self.compressed_manager
+        schedule, probe = manager.planner.schedule_of(request), 0
         if schedule.prefilled:
-            if schedule.lookahead is not None:
-                end = schedule.lookahead.next_end(num_computed_tokens)
-        elif isinstance(schedule.prefill, EveryPiece):
-            end = schedule.prefill.next_end(num_computed_tokens)
-        return tokens if end is None else min(tokens, end - num_computed_tokens)
+            ahead = schedule.lookahead
+            end = None if ahead is None else ahead.next_end(num_computed_tokens)
+            tokens = tokens if end is None else min(tokens, end - num_computed_tokens)
+        elif isinstance(pieces := schedule.prefill, EveryPiece):
+            tokens, probe = pieces.chunk(schedule.holding, num_computed_tokens, tokens)
+        manager.probes[request.request_id] = probe
+        return tokens + probe
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Rows of a probe were scheduled, and are not computed: their place is the next tokens'."""
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if probe := self.compressed_manager.probes.get(request_id, 0):
+                self.requests[request_id].num_computed_tokens -= probe  # type: ignore[attr-defined]
+        self.compressed_manager.probes.clear()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, with its plan.

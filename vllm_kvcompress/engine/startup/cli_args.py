@@ -91,6 +91,12 @@ FLAGS = {
         "Tokens of a prompt above --kv-max-whole after which it is packed: a multiple of the KV"
         " block.",
     ),
+    "--kv-probe": (
+        "probe",
+        "TOKENS",
+        "The last tokens of a prompt above --kv-max-whole, which judge each of its pieces; with 0 a"
+        " piece's own last tokens judge it.",
+    ),
     "--kv-allow-override": (
         "allow_override",
         "METHODS",

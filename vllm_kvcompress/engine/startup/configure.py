@@ -108,9 +108,11 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
         )
     if settings.max_whole is not None:
         logger.info(
-            "prompts of more than %d tokens are packed every %d tokens while they are computed",
+            "prompts of more than %d tokens are packed every %d tokens while they are computed, as"
+            " %s judge",
             settings.max_whole,
             settings.piece,
+            f"the prompt's last {settings.probe} tokens" if settings.probe else "their own",
         )
     for variant in settings.variants:
         parts = variant.parts

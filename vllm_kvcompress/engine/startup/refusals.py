@@ -21,6 +21,7 @@ from vllm_kvcompress.planning.model_traits import (
 )
 from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import probe_rows
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -297,6 +298,27 @@ def _packed_again(config: VllmConfig, settings: CompressionConfig) -> str | None
     return why_not_again(settings, config.cache_config.block_size)
 
 
+def _probe_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
+    """Why the chunk that ends a piece may never find room for its probe in one step."""
+    probe = max(probe_rows(variant) for variant in settings.variants)
+    if not probe:
+        return None
+    scheduler = config.scheduler_config
+    least = scheduler.max_num_seqs + probe
+    if scheduler.max_num_batched_tokens < least:
+        return (
+            f"a step must have room for a token of each request and for --kv-probe; set"
+            f" --max-num-batched-tokens to at least {least}, got"
+            f" {scheduler.max_num_batched_tokens}, or lower --max-num-seqs or --kv-probe"
+        )
+    if 0 < (longest := scheduler.long_prefill_token_threshold) <= probe:
+        return (
+            f"a chunk must have room for --kv-probe; set --long-prefill-token-threshold above"
+            f" {probe}, got {longest}, or lower --kv-probe"
+        )
+    return None
+
+
 def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:
     cache = config.cache_config
     traits = model_traits(config)
@@ -372,7 +394,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    of_both = (_quantised, _drafts, _window_fits, _packed_again)
+    of_both = (_quantised, _drafts, _window_fits, _packed_again, _probe_fits)
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

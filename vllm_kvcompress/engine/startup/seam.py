@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,3 +59,17 @@ class Seam:
         parameters = inspect.signature(resolved).parameters if self.params else {}
         if lost := set(self.params) - parameters.keys():
             raise SeamError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)
+
+
+def seams(name: str, kind: str, remove_when: str, *signatures: str, on: str = "") -> Iterator[Seam]:
+    """What one of our modules needs for one reason, each as ``module:qualname(param, param)``."""
+    for signature in signatures:
+        target, _, params = signature.rstrip(")").partition("(")
+        yield Seam(
+            name=name,
+            target=target,
+            kind=kind,
+            params=tuple(params.split(", ")) if params else (),
+            remove_when=remove_when,
+            on=on,
+        )

@@ -1,10 +1,9 @@
 """The table of everything that we need of vLLM, checked when compression is switched on."""
 
-from collections.abc import Iterator
-
 from vllm.platforms import current_platform
 
-from vllm_kvcompress.engine.startup.seam import TESTED, Seam
+from vllm_kvcompress.engine.startup.seam import TESTED, seams
+from vllm_kvcompress.engine.startup.used import USED
 from vllm_kvcompress.errors import SeamError
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
@@ -19,40 +18,22 @@ _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils:"
 _TABLES = "vLLM has a plugin interface for per-layer block tables"
 _USAGE = "vLLM carries a plugin's figures from the scheduler to an answer's usage"
 _HOOK = "never: vLLM's own hook"
-_USED = "we no longer import it"
-
-
-def _seams(
-    name: str, kind: str, remove_when: str, *signatures: str, on: str = ""
-) -> Iterator[Seam]:
-    """What one of our modules needs for one reason, each as ``module:qualname(param, param)``."""
-    for signature in signatures:
-        target, _, params = signature.rstrip(")").partition("(")
-        yield Seam(
-            name=name,
-            target=target,
-            kind=kind,
-            params=tuple(params.split(", ")) if params else (),
-            remove_when=remove_when,
-            on=on,
-        )
-
 
 SEAMS = (
-    *_seams(
+    *seams(
         "startup.cli_args",
         "wrap",
         "vLLM lets plugins add command-line flags",
         "vllm.engine.arg_utils:EngineArgs.add_cli_args(parser)",
         "vllm.engine.arg_utils:EngineArgs.from_cli_args(args)",
     ),
-    *_seams(
+    *seams(
         "startup.configure",
         "wrap",
         "vLLM calls plugins with the finished VllmConfig",
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     ),
-    *_seams(
+    *seams(
         "startup.refusals",
         "wrap",
         "vLLM says which executors send every step through the worker",
@@ -61,7 +42,7 @@ SEAMS = (
         "vllm.v1.executor.uniproc_executor:UniProcExecutor",
         "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher",
     ),
-    *_seams(
+    *seams(
         "startup.backend_choice",
         "wrap",
         "a plugin may say which attention backends it works with",
@@ -69,7 +50,7 @@ SEAMS = (
         "vllm.config:set_current_vllm_config(vllm_config)",
         on="cuda",
     ),
-    *_seams(
+    *seams(
         "frontend.api",
         "wrap",
         "vLLM lets plugins check a request's extra arguments",
@@ -82,7 +63,7 @@ SEAMS = (
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
         "(request)",
     ),
-    *_seams(
+    *seams(
         "frontend.aliases",
         "wrap",
         "vLLM serves a model under names that stand for extra arguments",
@@ -91,7 +72,7 @@ SEAMS = (
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.model_name(lora_request)",
         "vllm.entrypoints.serve.engine.serving:BaseServing._check_model(request)",
     ),
-    *_seams(
+    *seams(
         "frontend.usage",
         "wrap",
         _USAGE,
@@ -104,39 +85,39 @@ SEAMS = (
         "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens(request)",
         "vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo(cached_tokens)",
     ),
-    *_seams(
+    *seams(
         "scheduling.usage_notes",
         "wrap",
         _USAGE,
         "vllm.v1.engine:EngineCoreOutput(request_id, kv_transfer_params)",
     ),
-    *_seams(
+    *seams(
         "frontend.metrics",
         "wrap",
         "vLLM's stat-logger plugins may decline, and are loaded offline",
         "vllm.v1.metrics.loggers:StatLoggerManager.__init__(vllm_config)",
     ),
-    *_seams(
+    *seams(
         "frontend.metrics",
         "subclass",
         "never: vLLM's own interface",
         "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record"
         "(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     ),
-    *_seams(
+    *seams(
         "scheduling.cache_spec",
         "registry",
         _HOOK,
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register"
         "(kvcache_spec_cls, manager_class, uniform_type_base_spec)",
     ),
-    *_seams(
+    *seams(
         "scheduling.cache_spec",
         "subclass",
         "vLLM asks a manager, not its spec, what one request takes at most",
         "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
     ),
-    *_seams(
+    *seams(
         "scheduling.kv_cache",
         "subclass",
         _TABLES,
@@ -145,34 +126,40 @@ SEAMS = (
         f"{_MANAGER}.pop_blocks_for_free(request_id)",
         "vllm.v1.core.block_pool:BlockPool.evict_blocks(block_ids)",
     ),
-    *_seams(
+    *seams(
         "scheduling.scheduler",
         "subclass",
         "vLLM lets plugins attach data to the SchedulerOutput",
         f"{_SCHEDULER}.schedule",
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
     ),
-    *_seams(
+    *seams(
         "scheduling.scheduler",
         "subclass",
         "vLLM lets a plugin say where chunks of a prompt end",
         f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
         f"{_SCHEDULER}.add_request(request)",
     ),
-    *_seams(
+    *seams(
+        "scheduling.scheduler",
+        "subclass",
+        "vLLM lets a plugin schedule rows that are no tokens of a request",
+        f"{_SCHEDULER}._update_after_schedule(scheduler_output)",
+    ),
+    *seams(
         "scheduling.scheduler",
         "subclass",
         _TABLES,
         f"{_SCHEDULER}.update_from_output(scheduler_output, model_runner_output)",
         f"{_SCHEDULER}.make_stats",
     ),
-    *_seams(
+    *seams(
         "scheduling.coordination",
         "wrap",
         "vLLM's managers are told whose prefix they look up",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
     ),
-    *_seams(
+    *seams(
         "scheduling.coordination",
         "wrap",
         _TABLES,
@@ -181,13 +168,13 @@ SEAMS = (
         f"{_COORDINATOR}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
         f"{_COORDINATOR}.cache_blocks(request, num_computed_tokens)",
     ),
-    *_seams(
+    *seams(
         "scheduling.scheduler",
         "wrap",
         "vLLM carries a plugin's statistics",
         "vllm.v1.metrics.stats:SchedulerStats(kv_connector_stats)",
     ),
-    *_seams(
+    *seams(
         "worker.cpu",
         "subclass",
         _TABLES,
@@ -198,7 +185,7 @@ SEAMS = (
         f"{_CPU_WORKER}.initialize_from_config(kv_cache_config)",
         on="cpu",
     ),
-    *_seams(
+    *seams(
         "attention.cpu",
         "subclass",
         _TABLES,
@@ -210,19 +197,19 @@ SEAMS = (
         "(layer, query, key, value, kv_cache, attn_metadata, output)",
         on="cpu",
     ),
-    *_seams(
+    *seams(
         "attention.backend",
         "registry",
         _HOOK,
         "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
     ),
-    *_seams(
+    *seams(
         "attention.backend",
         "wrap",
         "vLLM forgets a cached backend when its override changes",
         "vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear",
     ),
-    *_seams(
+    *seams(
         "attention.cpu",
         "wrap",
         "vLLM says how its CPU kernels store keys and values",
@@ -230,13 +217,13 @@ SEAMS = (
         "(layer, key, value, kv_cache, slot_mapping)",
         on="cpu",
     ),
-    *_seams(
+    *seams(
         "worker.worker",
         "wrap",
         "vLLM lets a worker attach data to a step's output",
         "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
     ),
-    *_seams(
+    *seams(
         "worker.cuda",
         "subclass",
         _TABLES,
@@ -249,7 +236,7 @@ SEAMS = (
         f"{_GPU_WORKER}.execute_model(scheduler_output)",
         on="cuda",
     ),
-    *_seams(
+    *seams(
         "attention.cuda",
         "subclass",
         _TABLES,
@@ -265,7 +252,7 @@ SEAMS = (
         "(common_attn_metadata)",
         on="cuda",
     ),
-    *_seams(
+    *seams(
         "worker.worker",
         "wrap",
         "vLLM lets a plugin ask for a step without whole-graph replay",
@@ -274,105 +261,27 @@ SEAMS = (
         "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp"
         "(cudagraph_manager, uniform_token_count, dp_size, dp_rank)",
     ),
-    *_seams(
+    *seams(
         "worker.worker",
         "subclass",
         "vLLM's executors hear what any rank raises",
         "vllm.v1.worker.worker_base:WorkerBase.__init__(rank)",
     ),
-    *_seams(
+    *seams(
+        "worker.probe_rows",
+        "wrap",
+        "vLLM lets a plugin schedule rows that are no tokens of a request",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids(scheduler_output)",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs(scheduler_output)",
+        "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem(index, x)",
+    ),
+    *seams(
         "pages.pool",
         "wrap",
         "torch uploads host lists without waiting",
         "vllm.utils.torch_utils:async_tensor_h2d(data, device, dtype, out)",
     ),
-    *_seams(
-        "startup",
-        "use",
-        _USED,
-        "vllm.config:VllmConfig",
-        "vllm.config:VllmConfig.max_in_flight_tokens",
-        "vllm.distributed.utils:get_pp_indices(num_hidden_layers, pp_rank, pp_size)",
-        "vllm.platforms:current_platform",
-        "vllm.logger:init_logger",
-        "vllm:envs",
-    ),
-    *_seams("frontend", "use", _USED, "vllm.exceptions:VLLMValidationError"),
-    *_seams(
-        "frontend",
-        "use",
-        _USED,
-        "vllm.entrypoints.openai.models.protocol:BaseModelPath(name, model_path)",
-    ),
-    *_seams(
-        "scheduling",
-        "use",
-        _USED,
-        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
-        "vllm.v1.core.block_pool:BlockPool.get_new_blocks(num_blocks)",
-        "vllm.v1.core.block_pool:BlockPool.free_blocks(ordered_blocks)",
-        "vllm.v1.core.kv_cache_utils:KVCacheBlock(block_id, ref_cnt)",
-        "vllm.v1.core.sched.output:SchedulerOutput"
-        "(scheduled_new_reqs, scheduled_cached_reqs, finished_req_ids, preempted_req_ids)",
-        "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs",
-        "vllm.v1.kv_cache_interface:AttentionSpec(block_size, num_kv_heads, head_size, dtype)",
-        "vllm.v1.kv_cache_interface:FullAttentionSpec"
-        "(head_size_v, sliding_window, attention_chunk_size)",
-        "vllm.v1.kv_cache_interface:KVCacheSpec",
-        "vllm.v1.kv_cache_interface:SlidingWindowSpec(sliding_window)",
-        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
-        "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
-        "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
-        "vllm.v1.request:RequestStatus.RUNNING",
-        "vllm.v1.request:RequestStatus.FINISHED_STOPPED",
-        "vllm.v1.request:RequestStatus.FINISHED_LENGTH_CAPPED",
-    ),
-    *_seams(
-        "worker",
-        "use",
-        _USED,
-        "vllm.config:CUDAGraphMode",
-        "vllm.distributed:get_pp_group",
-        "vllm.config:ParallelConfig",
-        "vllm.model_executor.layers.attention:Attention",
-        "vllm.v1.kv_cache_interface:KVCacheConfig(num_blocks, kv_cache_groups)",
-        "vllm.v1.outputs:ModelRunnerOutput",
-        "vllm.utils.torch_utils:kv_cache_dtype_str_to_dtype(kv_cache_dtype, model_config)",
-    ),
-    *_seams(
-        "attention",
-        "use",
-        _USED,
-        "vllm.v1.attention.backend:AttentionType",
-        "vllm.v1.attention.backend:CommonAttentionMetadata"
-        "(query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, num_actual_tokens,"
-        " max_query_len, max_seq_len, block_table_tensor, slot_mapping, causal)",
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden",
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum.clear_override",
-    ),
-    *_seams(
-        "attention.cpu",
-        "use",
-        _USED,
-        f"{_CPU_ATTN}CPUAttentionBackend.get_impl_cls",
-        f"{_CPU_ATTN}CPUAttentionBackend.get_builder_cls",
-        f"{_CPU_ATTN}CPUAttentionMetadata"
-        "(num_actual_tokens, max_query_len, query_start_loc, max_seq_len, seq_lens, block_table,"
-        " slot_mapping, scheduler_metadata, causal)",
-        on="cpu",
-    ),
-    *_seams(
-        "attention.cuda",
-        "use",
-        _USED,
-        "vllm.v1.attention.backend:AttentionCGSupport",
-        "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
-        f"{_FLASH}FlashAttentionBackend.get_impl_cls",
-        f"{_FLASH}FlashAttentionBackend.get_builder_cls",
-        f"{_TRITON}TritonAttentionBackend.get_impl_cls",
-        f"{_TRITON}TritonAttentionBackend.get_builder_cls",
-        on="cuda",
-    ),
+    *USED,
 )
 
 

@@ -35,6 +35,7 @@ from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
+from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots
@@ -49,6 +50,7 @@ class CompressingWorker:
 
     backends: ClassVar[Backends]
     compressor: PromptCompressor | None = None
+    probe_rows: ProbeRows
     vllm_config: VllmConfig
     model_runner: Any
     rank: int
@@ -73,6 +75,7 @@ class CompressingWorker:
         self.compressor = bind_compressor(
             self.vllm_config, self.settings, self.model_runner, kv_cache_config
         )
+        self.probe_rows = probe_rows(self.model_runner, self.compressor)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's step, and its plan.
@@ -85,6 +88,7 @@ class CompressingWorker:
         self._carried_out = None
         try:
             self.compressor.begin_step(scheduler_output)
+            self.probe_rows.begin_step(scheduler_output)
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
             self._carried_out = self.compressor.end_step()
         except Exception as failure:
@@ -109,6 +113,7 @@ class CompressingWorker:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The step's output, with a `StepReport` if there is anything to tell."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        self.probe_rows.sampled()
         return output if output is None else self._reporting(output)
 
     def _reporting(self, output: Any) -> Any:

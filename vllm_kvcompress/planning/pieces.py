@@ -1,0 +1,135 @@
+"""When a prompt that never stands whole is packed, and to how many pages: from lengths alone."""
+
+from dataclasses import dataclass
+
+from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
+from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import method_of, probe_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EveryPiece:
+    """A prompt that never stands whole: it is packed while it is computed.
+
+    Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
+    makes. At each, a prompt that holds more pages than it may is packed to what the whole prompt
+    may keep. So what it holds never exceeds that and one piece (CAOTE section 2 evicts so, in
+    blocks of 128).
+
+    What a piece says of the question is little, and the question is known: so the chunk that ends
+    at a boundary has the prompt's last tokens behind it, as its probe, whose queries judge (FINCH,
+    Corallo and Papotti 2024, arXiv:2408.00167, puts the question behind every chunk). They attend
+    to what is held, and are computed again in their own place.
+
+    Args:
+        settings: what packs it, with `max_whole`.
+        num_layers: layers that share the page pool, L.
+        block_size: tokens in a block.
+        tokens: of the whole prefill, S.
+        packs_end: whether the prompt's end is a boundary; a look-ahead packs it later.
+    """
+
+    settings: CompressionConfig
+    num_layers: int
+    block_size: int
+    tokens: int
+    packs_end: bool = True
+
+    @property
+    def first_end(self) -> int:
+        """Tokens that are computed when it is packed for the first time: the end, if not before."""
+        piece = self.settings.piece
+        held_whole = self._kept(0) * self.block_size // self.num_layers
+        return min((held_whole // piece + 1) * piece, self.tokens)
+
+    def next_end(self, computed: int) -> int:
+        """Where a chunk must end at the latest that starts behind `computed` tokens."""
+        piece = self.settings.piece
+        return min((computed // piece + 1) * piece, self.tokens)
+
+    def probe(self, end: int) -> int:
+        """Rows behind a chunk that ends at a boundary and is packed; 0 where its own tokens judge.
+
+        Those are so few tokens of the prompt's end, or fewer where only fewer are left: what a step
+        computes must end before the prompt does, or a token would be sampled.
+        """
+        rows = min(probe_rows(self.settings), self.tokens - end - 1)
+        return rows if rows >= least_window(method_of(self.settings).reads) else 0
+
+    def chunk(self, holding: Holding, computed: int, room: int) -> tuple[int, int]:
+        """Tokens of the chunk that starts behind `computed`, and rows of the probe behind them.
+
+        Where a step has no room for the probe too, it ends before the boundary. So what judges does
+        not depend on what else is computed.
+
+        Args:
+            room: rows that the step has.
+        """
+        end = self.next_end(computed)
+        probe = 0 if self.plan(holding, end) is None else self.probe(end)
+        if room >= end - computed + probe:
+            return end - computed, probe
+        return min(room, end - computed - int(probe > 0)), 0
+
+    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+        """How a step that ends with `tokens` computed is followed by packing; None if it is not.
+
+        It must end at a boundary and leave more than may be held; the prompt's end, where it is
+        one, always packs, by then to what the tail leaves.
+        """
+        ends = tokens == self.tokens and self.packs_end
+        if not ends and (tokens == self.tokens or tokens % self.settings.piece):
+            return None
+        blocks, rest = divmod(tokens, self.block_size)
+        tail = rest if ends else 0
+        pages = self._kept(tail)
+        if holding.pages_at(blocks) <= pages and not ends:
+            return None
+        prompt, probe = self.settings.prompt(self.num_layers, self.tokens), self.probe(tokens)
+        total = prompt.total
+        if probe and total is not None:
+            total += self.num_layers * probe
+        return PagePlan(
+            num_layers=self.num_layers,
+            tokens=holding.most_tokens(blocks * self.block_size) + tail + probe,
+            block_size=self.block_size,
+            window=probe or prompt.window,
+            budget=prompt.budget + probe,
+            pages=pages,
+            total=total,
+            probe=probe,
+        )
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the prompt holds at most until its end is packed, in its own blocks."""
+        first, size, piece = self.first_end, self.block_size, self.settings.piece
+        if first == self.tokens:
+            return -(-first // size)
+        kept, behind = -(-self._kept(0) // self.num_layers), self.tokens - first
+        standing = first // size - (-self.probe(first) // size)
+        if behind <= piece:
+            return max(standing, kept - (-behind // size))
+        return max(standing, kept + piece // size - (-self.probe(first + piece) // size))
+
+    def _kept(self, tail: int) -> int:
+        """Pages over all layers that may be held at a boundary, `tail` tokens behind them."""
+        prompt = self.settings.prompt(self.num_layers, self.tokens)
+        return pages_kept(prompt, tail, self.block_size)
+
+
+def pieces_of(
+    settings: CompressionConfig, num_layers: int, block_size: int, tokens: int
+) -> EveryPiece | None:
+    """How a prefill of `tokens` goes piecewise; None where it stands whole.
+
+    It is no longer than `max_whole`, or comes to its end before it holds more than it may keep.
+    """
+    if settings.max_whole is None or tokens <= settings.max_whole:
+        return None
+    pieces = EveryPiece(
+        settings=settings, num_layers=num_layers, block_size=block_size, tokens=tokens
+    )
+    return None if pieces.first_end == tokens else pieces
