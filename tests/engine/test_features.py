@@ -77,8 +77,8 @@ def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
     adapter = LoRARequest("adapter", 1, str(tmp_path))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
-    def run(llm, loras):
-        inputs = [{"prompt_token_ids": PROMPT} for _ in loras]
+    def run(llm, loras, prompt=PROMPT):
+        inputs = [{"prompt_token_ids": prompt} for _ in loras]
         done = llm.llm.generate(inputs, params, lora_request=loras, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in done]
 
@@ -90,12 +90,19 @@ def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
         assert plain[0] != plain[1]
     with engine(model, additional_config=settings(budget=1.0), **lora) as llm:
         assert [run(llm, batch) for batch in batches] == plain
-    with engine(model, additional_config=settings(budget=0.2), **lora) as llm:
+    config = settings(budget=0.2, max_whole=450, piece=96)
+    with engine(model, additional_config=config, **lora) as llm:
         ours = [run(llm, batch) for batch in batches]
         assert [[out[0] for out in batch] for batch in ours] == [
             [out[0] for out in batch] for batch in plain
         ]
         assert llm.compressor.compressed == 7
+        # in pieces, that the prompt's end judges: the adapter's, whatever chunks there are
+        long, answers = tokens(600, seed=12), []
+        for room in (512, 40, 70):
+            llm.scheduler.max_num_scheduled_tokens = room
+            answers.append(run(llm, [adapter], long))
+        assert answers[0] == answers[1] == answers[2] != run(llm, [None], long)
 
 
 @pytest.mark.skipif(V2, reason="vLLM's bitmask kernel does not run under Triton's interpreter")
@@ -107,18 +114,22 @@ def test_structured_output_holds_on_a_compressed_prompt(demo_model, checkpoints_
 
     with engine(
         talking(checkpoints_folder, demo_model),
-        additional_config=settings(budget=0.3),
+        additional_config=settings(budget=0.3, max_whole=400, piece=192),
         skip_tokenizer_init=False,
         max_model_len=1024,
     ) as llm:
-        text = english()[:1200] + "\nIs this about Python? Answer yes or no:"
+        texts = [
+            f"{english()[:length]}\nIs this about Python? Answer yes or no:"
+            for length in (1200, 1500, 2700)  # the last one goes in pieces
+        ]
         params = SamplingParams(
             temperature=0,
             max_tokens=8,
             structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
         )
-        answers = llm.llm.generate([text, text + " "], params, use_tqdm=False)
-        assert llm.compressor.compressed == 2
+        answers = llm.llm.generate(texts, params, use_tqdm=False)
+        assert llm.compressor.compressed == 3
+        assert [len(answer.prompt_token_ids) > 400 for answer in answers] == [False, False, True]
         assert {answer.outputs[0].text for answer in answers} <= {"yes", "no"}
 
 
