@@ -216,3 +216,21 @@ def test_log_probabilities_of_a_prompt_know_nothing_of_probes(checkpoints_folder
         )
     for one, other in zip(*found, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+@first_runner
+def test_a_prompt_of_embeddings_is_judged_by_its_own_pieces(checkpoints_folder):
+    """It has no tokens that could be computed behind them."""
+    from vllm import SamplingParams
+
+    model, prompt = make("llama-gqa", checkpoints_folder), tokens(400, seed=9)
+    options = {"max_num_seqs": 4, "max_model_len": 512, "enable_prompt_embeds": True}
+    with engine(model, additional_config=piecewise("cake", probe=0), **options) as llm:
+        want = llm.generate([prompt], 10)
+    with engine(model, additional_config=piecewise("cake", probe=PROBE), **options) as llm:
+        assert llm.generate([prompt], 10) != want
+        embed = llm.worker.model_runner.model.get_input_embeddings
+        params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        inputs = [{"prompt_embeds": embed(torch.tensor(prompt)).detach()}]
+        (output,) = llm.llm.generate(inputs, params, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids)] == want

@@ -1,0 +1,77 @@
+"""Draw what `bench_pieces.py` measured over the length of the prompt.
+
+    python -m benchmarks.pieces_picture benchmarks/results/pieces_qwen2_*.json \\
+        --out benchmarks/results/pieces.png
+
+Two panels: the seconds until the first token, and the most blocks at once. A line for each engine.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+_INK, _QUIET = "#1f2933", "#616e7c"
+_COLORS = ("#616e7c", "#b5342f", "#2171b5", "#d9730d", "#3f9b5f")
+_PANELS = (("first_token_s", "seconds to the first token"), ("most_blocks", "blocks, at most"))
+
+
+def lines_of(results: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
+    """By engine, a figure by the tokens of the prompt."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for result in results:
+        for name, row in result["rows"].items():
+            found[name][result["shapes"]["tokens"]] = row[figure]
+    return found
+
+
+def name_of(engine: str) -> str:
+    """What the legend says of one engine."""
+    piece, _, probe = engine.partition(":")
+    if not piece.isdigit():
+        return {"off": "vLLM alone", "whole": "compressed whole"}[piece]
+    judge = "judged by themselves" if probe == "0" else "judged by the prompt's end"
+    return f"pieces of {int(piece):,}, {judge}"
+
+
+def save_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Both panels; lengths and seconds on logarithmic axes."""
+    drawn = Figure(figsize=(10.4, 4.2), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(drawn)
+    lengths = sorted({result["shapes"]["tokens"] for result in results})
+    for number, (figure, title) in enumerate(_PANELS, 1):
+        axes = drawn.add_subplot(1, len(_PANELS), number)
+        for color, (engine, line) in zip(_COLORS, lines_of(results, figure).items(), strict=False):
+            where = sorted(line)
+            axes.plot(where, [line[at] for at in where], "o-", color=color, label=name_of(engine))
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(lengths))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{int(tokens):,}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("tokens of the prompt", color=_INK)
+        axes.set_title(title, color=_INK, fontsize=10)
+        axes.tick_params(colors=_QUIET, labelsize=8)
+        axes.grid(visible=True, which="major", color="#e4e7eb", linewidth=0.7)
+        if number == 1:
+            axes.legend(fontsize=8, frameon=False)
+    drawn.savefig(path, format="png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="what bench_pieces.py wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    save_picture([json.loads(path.read_text()) for path in args.results], args.out)
+
+
+if __name__ == "__main__":
+    main()
