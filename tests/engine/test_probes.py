@@ -229,8 +229,9 @@ def test_a_prompt_of_embeddings_is_judged_by_its_own_pieces(checkpoints_folder):
         want = llm.generate([prompt], 10)
     with engine(model, additional_config=piecewise("cake", probe=PROBE), **options) as llm:
         assert llm.generate([prompt], 10) != want
-        embed = llm.worker.model_runner.model.get_input_embeddings
+        modules = dict(llm.worker.model_runner.model.named_modules())
+        embeddings = modules["model.embed_tokens"].weight[torch.tensor(prompt)].detach()
         params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-        inputs = [{"prompt_embeds": embed(torch.tensor(prompt)).detach()}]
-        (output,) = llm.llm.generate(inputs, params, use_tqdm=False)
+        inputs = {"prompt_embeds": embeddings.clone()}
+        (output,) = llm.llm.generate([inputs], params, use_tqdm=False)
     assert [list(output.outputs[0].token_ids)] == want
