@@ -138,6 +138,14 @@ def test_by_hand():
     assert standing_blocks(config(), 30, 128, 6000) == 47
 
 
+def test_who_is_judged_by_its_own_pieces():
+    """A probe is dropped: nothing may be folded into it, and it is no use without queries."""
+    given = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 100}
+    for own in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
+        pieces = pieces_of(config(**(given | own)), 30, 128, 6000)
+        assert pieces.chunk(Holding(num_layers=30, block_size=128), 0, 4096) == (1024, 0)
+
+
 def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
     own = config(budget=64, max_whole=256, piece=64, window=8)
     free = config(budget=64, max_whole=256, piece=64, window=8, allow_override="tova,off")

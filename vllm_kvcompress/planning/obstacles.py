@@ -3,7 +3,7 @@
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
+from vllm_kvcompress.settings.method_of import method_of, probe_rows
 
 
 def why_not_again(settings: CompressionConfig, block_size: int | None) -> str | None:
@@ -55,6 +55,32 @@ def why_not_merged(settings: CompressionConfig, stored: str | None, cure: str) -
             return (
                 f"{variant.compress!r} merges tokens, which a KV cache in {stored} would have to"
                 f" quantise anew; choose a method that does not merge, or set {cure}"
+            )
+    return None
+
+
+def why_no_room_for_probe(
+    settings: CompressionConfig,
+    requests: int,
+    *rooms: tuple[str, int | None],
+) -> str | None:
+    """Why a chunk that ends a piece may never find room for its probe; None if it will.
+
+    Args:
+        requests: that one step may have a token of.
+        rooms: flags, each with the tokens that it leaves a step, or a chunk of a step where it is
+            about long prefills; None or 0 where it leaves all.
+    """
+    probe = max(probe_rows(variant) for variant in settings.variants)
+    for flag, room in rooms if probe else ():
+        alone = "prefill" in flag
+        least = probe + (1 if alone else requests)
+        if room and room < least:
+            whose = "one token" if alone else "a token of each request"
+            return (
+                f"a step must have room for {whose} and for --kv-probe behind it; set {flag} to at"
+                f" least {least}, got {room}, or lower --kv-probe"
+                + ("" if alone else " or --max-num-seqs")
             )
     return None
 

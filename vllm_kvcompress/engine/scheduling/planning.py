@@ -161,8 +161,9 @@ class Planner:
         if again is None and request.num_output_tokens:
             # Its answer was bounded, so it may have outgrown the pool since its prompt stood whole.
             again = decision.bound_again
-        if again is not None and again.max_whole is not None and request.prompt_token_ids is None:
-            # a prompt of embeddings has no tokens that could be computed behind a piece
+        tokenless = request.prompt_token_ids is None or bool(request.mm_features)
+        if again is not None and again.max_whole is not None and tokenless:
+            # rows that are embeddings cannot be computed behind a piece
             again = again.model_copy(update={"probe": 0})
         pieces = None if again is None else self.admissions.pieces(again, tokens)
         if pieces is not None:

@@ -135,6 +135,8 @@ class _Compressing:
             raise SeamError(self._lost)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         plan = self.compressed_manager.take_step(self.next_step)
+        # what it asked about the next step was no step
+        self.compressed_manager.probes.clear()
         attach_plan(output, plan)
         self._handed_out.append((output, plan))
         if self.compressed_manager.settings.usage:

@@ -19,9 +19,12 @@ from vllm_kvcompress.planning.model_traits import (
     traits_of,
     unsupported,
 )
-from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
+from vllm_kvcompress.planning.obstacles import (
+    why_no_room_for_probe,
+    why_not_again,
+    why_not_merged,
+)
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import probe_rows
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -299,24 +302,10 @@ def _packed_again(config: VllmConfig, settings: CompressionConfig) -> str | None
 
 
 def _probe_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
-    """Why the chunk that ends a piece may never find room for its probe in one step."""
-    probe = max(probe_rows(variant) for variant in settings.variants)
-    if not probe:
-        return None
     scheduler = config.scheduler_config
-    least = scheduler.max_num_seqs + probe
-    if scheduler.max_num_batched_tokens < least:
-        return (
-            f"a step must have room for a token of each request and for --kv-probe; set"
-            f" --max-num-batched-tokens to at least {least}, got"
-            f" {scheduler.max_num_batched_tokens}, or lower --max-num-seqs or --kv-probe"
-        )
-    if 0 < (longest := scheduler.long_prefill_token_threshold) <= probe:
-        return (
-            f"a chunk must have room for --kv-probe; set --long-prefill-token-threshold above"
-            f" {probe}, got {longest}, or lower --kv-probe"
-        )
-    return None
+    names = ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold")
+    rooms = {f"--{name.replace('_', '-')}": getattr(scheduler, name, None) for name in names}
+    return why_no_room_for_probe(settings, scheduler.max_num_seqs, *rooms.items())
 
 
 def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:

@@ -90,7 +90,10 @@ class _OnDevice:
                     self._counted.remove(request_id)
                     index = states.req_id_to_index[request_id]
                     states.num_computed_tokens.stage_write_elem(index, computed)
-            states.num_computed_tokens.apply_write()
+            if not output.scheduled_new_reqs:
+                # With new requests vLLM applies what was staged: twice in a step would write over
+                # a buffer that the device may not have read.
+                states.num_computed_tokens.apply_write()
             # A request that starts again is counted anew.
             self._counted.difference_update(
                 (request.req_id for request in output.scheduled_new_reqs),
