@@ -17,6 +17,7 @@ along the same text, and answer themselves where they would have chosen another 
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -166,6 +167,10 @@ def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: A
             else:
                 one.named.append(known)
         full.named.append(known)
+        if args.output:
+            # a long run that is broken off has told what it saw
+            text = json.dumps(report(args, contenders, at + 1), indent=2)
+            args.output.write_text(f"{text}\n")
         print(
             f"{at + 1} of {len(items)}: {len(prompt)} tokens;",
             *(f"{name} {one.first[-1]:.1f} s" for name, one in contenders.items()),
@@ -173,7 +178,9 @@ def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: A
         )
 
 
-def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, Any]:
+def report(
+    args: argparse.Namespace, contenders: dict[str, Contender], prompts: int
+) -> dict[str, Any]:
     full = contenders[FULL]
     rows: dict[str, Any] = {}
     for name, one in contenders.items():
@@ -191,7 +198,7 @@ def report(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[s
         "command": " ".join(["python", "benchmarks/bench_pieces.py", *sys.argv[1:]]),
         "commit": commit(),
         "shapes": {
-            **{"task": args.task, "question": args.question, "prompts": args.count},
+            **{"task": args.task, "question": args.question, "prompts": prompts},
             **{"known": sum(map(bool, full.named)), "tokens": args.tokens, "method": args.method},
             **{"budget": args.budget, "dtype": args.dtype, "lookahead": args.lookahead},
         },
@@ -206,7 +213,7 @@ def main() -> None:
     made = [FULL, *([] if args.without_whole else [WHOLE]), *args.pieces]
     contenders = {piece: contender(piece, args) for piece in made}
     ask(args, contenders, contenders[FULL].llm.get_tokenizer())
-    tell(report(args, contenders), args.output)
+    tell(report(args, contenders, args.count), args.output)
 
 
 if __name__ == "__main__":
