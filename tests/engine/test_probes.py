@@ -12,9 +12,11 @@ import torch
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
-from engines import BLOCK, V2, engine, first_runner
+from configuring import configure
+from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import rounded, scores_of
 from test_prompts_in_pieces import PIECE, Prompt, piecewise, shares
+from vllm_kvcompress.errors import ConfigError
 
 PROBE = 24
 METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote"]
@@ -235,3 +237,22 @@ def test_a_prompt_of_embeddings_is_judged_by_its_own_pieces(checkpoints_folder):
         inputs = {"prompt_embeds": embeddings.clone()}
         (output,) = llm.llm.generate([inputs], params, use_tqdm=False)
     assert [list(output.outputs[0].token_ids)] == want
+
+
+@pytest.mark.parametrize(
+    ("flag", "room", "least"),
+    [
+        ("max_num_batched_tokens", 47, 48),
+        ("max_num_scheduled_tokens", 40, 48),
+        ("long_prefill_token_threshold", 32, 33),
+    ],
+)
+def test_a_step_that_never_has_room_for_a_probe_is_refused(flag, room, least, checkpoints_folder):
+    """A token of every request, or of the prompt, stands before it: or it would wait for ever."""
+    model, own = make("llama-gqa", checkpoints_folder), settings(max_whole=512)
+    sentence = (
+        f"set --{flag.replace('_', '-')} to at least {least}, got {room}, or lower --kv-probe"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        configure(model, additional_config=own, max_num_seqs=16, **{flag: room})
+    configure(model, additional_config=own, max_num_seqs=16, **{flag: least})

@@ -117,19 +117,6 @@ def test_the_settings_are_part_of_vllms_hash(model):
             )
             for name in ("dynamickv", "keydiff", "random", "defensivekv")
         ),
-        *(
-            (
-                {"additional_config": settings(max_whole=512), "max_num_seqs": 16, flag: room},
-                f"room for .* --kv-probe behind it; set --{flag.replace('_', '-')} to at least"
-                f" {least}, got {room}",
-                "lower --kv-probe",
-            )
-            for flag, room, least in (
-                ("max_num_batched_tokens", 47, 48),
-                ("max_num_scheduled_tokens", 40, 48),
-                ("long_prefill_token_threshold", 32, 33),
-            )
-        ),
         (
             {"additional_config": settings(max_whole=512, piece=130), "block_size": 32},
             "must be a multiple of the KV block, which has 32 tokens here, got 130",
