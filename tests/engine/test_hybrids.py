@@ -20,7 +20,7 @@ from test_added_pieces import ANSWER as LONG
 from test_added_pieces import BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
 from test_probes import PROBE, Guided
-from test_prompts_in_pieces import piecewise
+from test_prompts_in_pieces import IN_CHUNKS, piecewise
 from test_reference import softmax
 from vllm_kvcompress.commands import plan as planning
 from vllm_kvcompress.commands.plan_options import PlanOptions
@@ -143,18 +143,14 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
     with engine(
         make(name, checkpoints_folder),
         additional_config=piecewise(method, probe=PROBE),
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=70,
+        **IN_CHUNKS,
     ) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
         llm.submit("r", tokens(length, seed=6), answer)
         llm.drain()
         assert llm.free_blocks == free
     replay = Guided(method, full_layers(name, seen), seen, length, int(length * 0.4))
-    for position in range(length + answer - 1):
-        replay.look(position)
-        replay.after(position + 1)
+    replay.to_the_end(length + answer)
     assert len(replay.packed_at) >= 3
 
 

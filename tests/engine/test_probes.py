@@ -15,7 +15,7 @@ from checkpoints import SHAPES, make, tokens
 from configuring import configure
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import rounded, scores_of
-from test_prompts_in_pieces import PIECE, Prompt, piecewise, shares
+from test_prompts_in_pieces import IN_CHUNKS, PIECE, Prompt, piecewise, shares
 from vllm_kvcompress.errors import ConfigError
 
 PROBE = 24
@@ -121,9 +121,7 @@ def test_the_prompts_end_judges_every_piece(method, length, checkpoints_folder):
     with engine(
         make(name, checkpoints_folder),
         additional_config=piecewise(method, probe=PROBE),
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=70,
+        **IN_CHUNKS,
     ) as llm:
         seen, free, most, fed = llm.record_attention(), llm.free_blocks, 0, record_inputs(llm)
         llm.submit("r", prompt, answer)
@@ -134,9 +132,7 @@ def test_the_prompts_end_judges_every_piece(method, length, checkpoints_folder):
         pieces = llm.manager.planner.admissions.pieces(llm.manager.settings, length)
         assert most <= pieces.most_blocks + 1
     replay = Guided(method, shape, seen, length, budget)
-    for position in range(length + answer - 1):
-        replay.look(position)
-        replay.after(position + 1)
+    replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
     for end in replay.behind:

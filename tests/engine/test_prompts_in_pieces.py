@@ -17,6 +17,7 @@ METHODS = [
     *("caote", "fastcaote"),
 ]
 WHOLE, PIECE, WINDOW = 128, 96, 8
+IN_CHUNKS = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
 
 
 def piecewise(method="cake", budget=0.4, **more):
@@ -31,6 +32,12 @@ class Prompt(Replay):
         super().__init__(method, shape, seen, prompt, budget)
         self.w = WINDOWS.get(method, WINDOW)
         self.held = [[[] for _ in range(shape.kv_heads)] for _ in range(shape.layers)]
+
+    def to_the_end(self, tokens: int) -> None:
+        """Replay a prompt and its answer, `tokens` together, from the first token."""
+        for position in range(tokens - 1):
+            self.look(position)
+            self.after(position + 1)
 
     def after(self, computed: int) -> None:
         """Pack at the multiples of the piece and at the end, if more is held than may be."""
@@ -93,9 +100,7 @@ def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_
     with engine(
         make(name, checkpoints_folder),
         additional_config=piecewise(method, probe=0),
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=70,
+        **IN_CHUNKS,
     ) as llm:
         seen, free, most = llm.record_attention(), llm.free_blocks, 0
         llm.submit("r", tokens(length, seed=5), answer)
@@ -106,9 +111,7 @@ def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_
     kept = -(-(shape.layers * budget // BLOCK) // shape.layers)
     assert most <= kept + PIECE // BLOCK + 1
     replay = Prompt(method, shape, seen, length, budget)
-    for position in range(length + answer - 1):
-        replay.look(position)
-        replay.after(position + 1)
+    replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
 

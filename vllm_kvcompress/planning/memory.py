@@ -11,7 +11,7 @@ from vllm_kvcompress.settings.method_of import (
     keeps_sums,
     merges,
     method_of,
-    probe_rows,
+    probe_tokens,
     ring_window,
 )
 from vllm_kvcompress.settings.overrides import largest_budgets
@@ -182,7 +182,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     every_read = [method_of(variant).reads for variant in variants]
     maximum = any(Reads.MAXIMUM in reads for reads in every_read)
     maps = (4 + maximum) * sizes.heads * longest * _FLOAT
-    window = max(variant.resolved_window + probe_rows(variant) for variant in variants)
+    window = max(variant.resolved_window + probe_tokens(variant) for variant in variants)
     queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in reads for reads in every_read):

@@ -3,7 +3,7 @@
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, probe_rows
+from vllm_kvcompress.settings.method_of import method_of, probe_tokens
 
 
 def why_not_again(settings: CompressionConfig, block_size: int | None) -> str | None:
@@ -71,7 +71,7 @@ def why_no_room_for_probe(
         rooms: flags, each with the tokens that it leaves a step, or a chunk of a step where it is
             about long prefills; None or 0 where it leaves all.
     """
-    probe = max(probe_rows(variant) for variant in settings.variants)
+    probe = max(probe_tokens(variant) for variant in settings.variants)
     for flag, room in rooms if probe else ():
         alone = "prefill" in flag
         least = probe + (1 if alone else requests)

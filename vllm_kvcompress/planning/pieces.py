@@ -6,7 +6,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, probe_rows
+from vllm_kvcompress.settings.method_of import method_of, probe_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class EveryPiece:
         Those are so few tokens of the prompt's end, or fewer where only fewer are left: what a step
         computes must end before the prompt does, or a token would be sampled.
         """
-        rows = min(probe_rows(self.settings), self.tokens - end - 1)
+        rows = min(probe_tokens(self.settings), self.tokens - end - 1)
         return rows if rows >= least_window(method_of(self.settings).reads) else 0
 
     def chunk(self, holding: Holding, computed: int, room: int) -> tuple[int, int]:

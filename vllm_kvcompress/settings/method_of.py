@@ -34,7 +34,7 @@ def keeps_sums(settings: CompressionConfig) -> bool:
     return packs_again(settings) and Reads.COLUMN_SUMS in method_of(settings).reads
 
 
-def probe_rows(settings: CompressionConfig) -> int:
+def probe_tokens(settings: CompressionConfig) -> int:
     """The prompt's last tokens that judge a piece; 0 where its own do, or no latest queries.
 
     What merges tokens would fold them into a probe's, which are dropped.

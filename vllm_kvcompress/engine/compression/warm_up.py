@@ -12,7 +12,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.rows import LATEST
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of, probe_rows
+from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of, probe_tokens
 
 
 class WarmUp:
@@ -44,7 +44,7 @@ class WarmUp:
             self.pack_again(settings.resolved_window, prefill=True)
             for window in self._allocator_windows():
                 self.pack_again(settings.resolved_window, prefill=True, allocator_window=window)
-            probe, least = probe_rows(settings), least_window(self._method.reads)
+            probe, least = probe_tokens(settings), least_window(self._method.reads)
             for rows in _powers(probe):
                 if rows >= least:
                     self.pack_again(rows, prefill=True, probe=rows)
