@@ -36,7 +36,7 @@ def name_of(engine: str) -> str:
     piece, _, probe = engine.partition(":")
     if not piece.isdigit():
         return {"off": "vLLM alone", "whole": "compressed whole"}[piece]
-    judge = "judged by themselves" if probe == "0" else "judged by the prompt's end"
+    judge = "judged by themselves" if probe == "0" else "judged by the prompt's ends"
     return f"pieces of {int(piece):,}, {judge}"
 
 

@@ -219,7 +219,7 @@ def test_plan_counts_a_stages_layers(model, on_two):
     assert 2 * found.block_bytes == ask(PlanOptions(**options)).forecast.block_bytes
     config = configure(
         model, pipeline_parallel_size=2, distributed_executor_backend="mp", dtype="float32",
-        max_model_len=2048, block_size=32, max_num_seqs=64, additional_config=SETTINGS,
+        max_model_len=2048, block_size=32, max_num_seqs=64, additional_config={"kvcompress": own},
     )  # fmt: skip
     extra = device_bytes(config, active_settings(config.additional_config))
     assert found.extra_bytes == extra < ask(PlanOptions(**options)).forecast.extra_bytes

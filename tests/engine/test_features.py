@@ -90,7 +90,7 @@ def test_trap_21_lora_requests_beside_plain_ones(model, tmp_path):
         assert plain[0] != plain[1]
     with engine(model, additional_config=settings(budget=1.0), **lora) as llm:
         assert [run(llm, batch) for batch in batches] == plain
-    config = settings(budget=0.2, max_whole=450, piece=96)
+    config = settings(budget=0.2, max_whole=450, piece=96, probe=16, probe_first=16)
     with engine(model, additional_config=config, **lora) as llm:
         ours = [run(llm, batch) for batch in batches]
         assert [[out[0] for out in batch] for batch in ours] == [

@@ -142,7 +142,7 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
     length, answer = 531, 40
     with engine(
         make(name, checkpoints_folder),
-        additional_config=piecewise(method, probe=PROBE),
+        additional_config=piecewise(method, **PROBE),
         **IN_CHUNKS,
     ) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
@@ -283,7 +283,7 @@ def test_sequences_longer_than_the_pool(name, checkpoints_folder):
     from vllm.exceptions import VLLMValidationError
 
     model, chunk, room, longest = make(name, checkpoints_folder), 64, 17, 2048
-    config = settings("cake", 160, window=8, max_whole=256, piece=96, allow_override="off")
+    config = settings("cake", 160, window=8, max_whole=256, piece=96, allow_override="off", **PROBE)
     prompts, short = [tokens(1900, seed=1), tokens(1333, seed=2)], tokens(20, seed=3)
     options = dict(additional_config=config, max_model_len=longest, max_num_batched_tokens=chunk)
     with engine(model, max_num_seqs=2, **options) as llm:

@@ -137,9 +137,8 @@ def test_every_step_of_2000_holds_what_lengths_say_and_the_gauge_follows(model):
 
 def test_an_answer_that_no_pool_could_hold_ends(model):
     """Ten times its budget, and longer than the pool: piecewise prompts let sequences be so."""
-    config = settings(
-        "snapkv", 0.3, decode_budget=BUDGET, decode_interval=INTERVAL, max_whole=128, piece=64
-    )
+    bounds = {"decode_budget": BUDGET, "decode_interval": INTERVAL, "max_whole": 128, "piece": 64}
+    config = settings("snapkv", 0.3, probe=16, probe_first=16, **bounds)
     with engine(
         model,
         additional_config=config,

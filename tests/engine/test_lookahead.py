@@ -11,7 +11,7 @@ from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay
 from test_probes import PROBE, Guided
-from test_prompts_in_pieces import PIECE, WHOLE, Prompt
+from test_prompts_in_pieces import PIECE, Prompt
 from vllm_kvcompress.planning.schedules import LookAhead
 
 AHEAD, BUDGET = 12, 0.3
@@ -155,16 +155,18 @@ class InPieces(Ahead, Guided):
 
 @pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
 def test_pieces_and_bounded_answers(method, checkpoints_folder):
-    """The pieces are judged by the prompt's end, and what they leave by the answer.
+    """The pieces are judged by the prompt's ends, and what they leave by the answer.
+
+    They leave more than the budget.
 
     Its intervals begin there: nothing is packed again before.
     """
     name, length, bound, answer = "llama-gqa", 531, 192, 120
     config = ahead(
         *(method, BUDGET, AHEAD),
-        max_whole=WHOLE,
+        max_whole=384,
         piece=PIECE,
-        probe=PROBE,
+        **PROBE,
         window=8,
         decode_budget=bound,
         decode_interval=INTERVAL,
@@ -183,7 +185,7 @@ def test_pieces_and_bounded_answers(method, checkpoints_folder):
         assert llm.free_blocks == free
     assert packed == [length + AHEAD]
     replay = InPieces(method, SHAPES[name], seen, length, AHEAD, window=8, bound=bound)
-    replay.last = length + answer
+    replay.last, replay.inside = length + answer, 384 - PIECE - 32
     for position in range(length + answer - 1):
         replay.step(position)
     at = replay.packed_at.index(length + AHEAD)

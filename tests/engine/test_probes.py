@@ -1,4 +1,4 @@
-"""Pieces that the prompt's end judges: what a probe computes, what it decides, and what it leaves.
+"""Pieces that the prompt's ends judge: what a probe computes, what it decides, and what it leaves.
 
 The reference sees what the attention layers received, a probe's rows among it. It takes them out by
 their number alone: a step of a prompt in pieces never goes beyond a boundary by itself.
@@ -15,10 +15,12 @@ from checkpoints import SHAPES, make, tokens
 from configuring import configure
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import rounded, scores_of
-from test_prompts_in_pieces import IN_CHUNKS, PIECE, Prompt, piecewise, shares
+from test_prompts_in_pieces import IN_CHUNKS, PIECE, WHOLE, Prompt, piecewise, shares
 from vllm_kvcompress.errors import ConfigError
 
-PROBE = 24
+FIRST, LAST = 10, 14
+PROBE = {"probe_first": FIRST, "probe": LAST}
+ROWS = FIRST + LAST
 METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote"]
 
 
@@ -57,7 +59,7 @@ class Guided(Prompt):
         }
 
     def pack_prompt(self, computed, cap, tail, low, lengths) -> None:
-        left = min(PROBE, self.prompt - computed - 1)
+        left = min(ROWS, self.prompt - computed - 1)
         if left < (2 if "cake" in self.method else 1):
             assert computed not in self.behind
             super().pack_prompt(computed, cap, tail, low, lengths)
@@ -70,7 +72,8 @@ class Guided(Prompt):
         given = shares(
             self.method,
             [stats for _, stats in found],
-            *(shape.layers, most, self.budget + left, left, [n + left for n in lengths]),
+            *(shape.layers, most, self.may_hold(computed) + left, left),
+            [n + left for n in lengths],
         )
         full = [length // BLOCK for length in lengths]
         pages = rounded([n - left for n in given], cap, 1, full)
@@ -110,17 +113,23 @@ class Guided(Prompt):
         return scores_of(self.method, q, keys, values, left)
 
 
-CASES = [*((method, 531) for method in METHODS), ("cake", 581), ("snapkv", 577)]
+CASES = [
+    *((method, 531, WHOLE) for method in METHODS),
+    ("cake", 581, WHOLE),
+    ("snapkv", 577, WHOLE),
+    # more than the budget may be held before the end
+    *((method, 531, 450) for method in ("snapkv", "cake-chunk", "pyramidkv")),
+]
 
 
-@pytest.mark.parametrize(("method", "length"), [("cake", 531)] if V2 else CASES)
-def test_the_prompts_end_judges_every_piece(method, length, checkpoints_folder):
-    """Against float64; by the prompt's last tokens, at the positions behind the piece."""
+@pytest.mark.parametrize(("method", "length", "whole"), [("cake", 531, 450)] if V2 else CASES)
+def test_the_prompts_ends_judge_every_piece(method, length, whole, checkpoints_folder):
+    """Against float64; by its first and last tokens, at the positions behind the piece."""
     name, budget, answer = "llama-gqa", int(length * 0.4), 20
     shape, prompt = SHAPES[name], tokens(length, seed=5)
     with engine(
         make(name, checkpoints_folder),
-        additional_config=piecewise(method, probe=PROBE),
+        additional_config=piecewise(method, max_whole=whole, **PROBE),
         **IN_CHUNKS,
     ) as llm:
         seen, free, most, fed = llm.record_attention(), llm.free_blocks, 0, record_inputs(llm)
@@ -132,15 +141,18 @@ def test_the_prompts_end_judges_every_piece(method, length, checkpoints_folder):
         pieces = llm.manager.planner.admissions.pieces(llm.manager.settings, length)
         assert most <= pieces.most_blocks + 1
     replay = Guided(method, shape, seen, length, budget)
+    replay.inside = (whole // BLOCK - PIECE // BLOCK - -(-ROWS // BLOCK)) * BLOCK
     replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3
     for end in replay.behind:
         (ids, positions) = next(step for step in fed if step[1][-1] >= end > step[1][0])
         rows = int(positions[-1]) + 1 - end
-        assert rows == min(PROBE, length - end - 1)
+        assert rows == min(ROWS, length - end - 1)
         assert positions == list(range(positions[0], end + rows))
-        assert ids == prompt[positions[0] : end] + prompt[-rows:]
+        first = rows * FIRST // ROWS
+        lent = prompt[:first] + prompt[first - rows :]
+        assert ids == prompt[positions[0] : end] + lent
 
 
 def record_inputs(llm):
@@ -160,8 +172,8 @@ def record_inputs(llm):
 def test_nothing_reads_what_a_probe_wrote(checkpoints_folder):
     """Neither the next chunks, however short, nor another request that finds its blocks."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)
-    config = piecewise("cake", probe=PROBE)
-    options = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": PROBE + 5}
+    config = piecewise("cake", **PROBE)
+    options = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": ROWS + 5}
     with engine(model, additional_config=config, **options) as llm:
         want = llm.generate([prompt], 20)
         assert llm.scheduler.reset_prefix_cache()
@@ -199,10 +211,10 @@ def test_log_probabilities_of_a_prompt_know_nothing_of_probes(checkpoints_folder
     """They come chunk by chunk, and are the same whatever chunks there are."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(300, seed=7)
     found = []
-    for room in (PROBE + 8, 512):
+    for room in (ROWS + 8, 512):
         with engine(
             model,
-            additional_config=piecewise("cake", 0.2, probe=PROBE),
+            additional_config=piecewise("cake", 0.2, **PROBE),
             max_num_seqs=4,
             max_model_len=512,
             max_num_batched_tokens=room,
@@ -225,7 +237,7 @@ def test_a_prompt_of_embeddings_is_judged_by_its_own_pieces(checkpoints_folder):
     options = {"max_num_seqs": 4, "max_model_len": 512, "enable_prompt_embeds": True}
     with engine(model, additional_config=piecewise("cake", probe=0), **options) as llm:
         want = llm.generate([prompt], 10)
-    with engine(model, additional_config=piecewise("cake", probe=PROBE), **options) as llm:
+    with engine(model, additional_config=piecewise("cake", **PROBE), **options) as llm:
         assert llm.generate([prompt], 10) != want
         modules = dict(llm.worker.model_runner.model.named_modules())
         embeddings = modules["model.embed_tokens"].weight[torch.tensor(prompt)].detach()
@@ -238,16 +250,18 @@ def test_a_prompt_of_embeddings_is_judged_by_its_own_pieces(checkpoints_folder):
 @pytest.mark.parametrize(
     ("flag", "room", "least"),
     [
-        ("max_num_batched_tokens", 47, 48),
-        ("max_num_scheduled_tokens", 40, 48),
-        ("long_prefill_token_threshold", 32, 33),
+        ("max_num_batched_tokens", 39, 40),
+        ("max_num_scheduled_tokens", 30, 40),
+        ("long_prefill_token_threshold", 24, 25),
     ],
 )
 def test_a_step_that_never_has_room_for_a_probe_is_refused(flag, room, least, checkpoints_folder):
     """A token of every request, or of the prompt, stands before it: or it would wait for ever."""
-    model, own = make("llama-gqa", checkpoints_folder), settings(max_whole=512)
+    model, own = make("llama-gqa", checkpoints_folder), settings(max_whole=512, **PROBE)
+    others = "" if "prefill" in flag else " --max-num-seqs,"
     sentence = (
-        f"set --{flag.replace('_', '-')} to at least {least}, got {room}, or lower --kv-probe"
+        f"set --{flag.replace('_', '-')} to at least {least}, got {room}, or lower{others}"
+        " --kv-probe-first or --kv-probe$"
     )
     with pytest.raises(ConfigError, match=sentence):
         configure(model, additional_config=own, max_num_seqs=16, **{flag: room})

@@ -20,9 +20,13 @@ WHOLE, PIECE, WINDOW = 128, 96, 8
 IN_CHUNKS = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
 
 
-def piecewise(method="cake", budget=0.4, **more):
-    own = {"window": WINDOW} if method not in WINDOWS else {}
-    return settings(method, budget, max_whole=WHOLE, piece=PIECE, **own, **more)
+def piecewise(method="cake", budget=0.4, probe=16, **more):
+    own = {"max_whole": WHOLE, "piece": PIECE, "probe": probe}
+    if probe:
+        own["probe_first"] = 16
+    if method not in WINDOWS:
+        own["window"] = WINDOW
+    return settings(method, budget, **(own | more))
 
 
 class Prompt(Replay):
@@ -32,6 +36,11 @@ class Prompt(Replay):
         super().__init__(method, shape, seen, prompt, budget)
         self.w = WINDOWS.get(method, WINDOW)
         self.held = [[[] for _ in range(shape.kv_heads)] for _ in range(shape.layers)]
+        # what it may hold before its end
+        self.inside = budget
+
+    def may_hold(self, computed: int) -> int:
+        return self.budget if computed >= self.prompt else max(self.inside, self.budget)
 
     def to_the_end(self, tokens: int) -> None:
         """Replay a prompt and its answer, `tokens` together, from the first token."""
@@ -45,7 +54,7 @@ class Prompt(Replay):
             tail = computed % BLOCK if computed == self.prompt else 0
             layers = self.shape.layers
             low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
-            cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
+            cap = max(layers * (self.may_hold(computed) - tail) // BLOCK, layers * low)
             lengths = [len(heads[0]) for heads in self.held]
             if computed == self.prompt or sum(lengths) // BLOCK > cap:
                 self.pack_prompt(computed, cap, tail, low, lengths)
@@ -57,7 +66,8 @@ class Prompt(Replay):
             found.append(self.scores(layer, computed))
         most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
         figures = [stats for _, stats in found]
-        given = shares(self.method, figures, shape.layers, most, self.budget, w, lengths)
+        budget = self.may_hold(computed)
+        given = shares(self.method, figures, shape.layers, most, budget, w, lengths)
         full = [length // BLOCK for length in lengths]
         pages = rounded([n - tail for n in given], cap, low, full)
         size = ref.CHUNKS.get(self.method)

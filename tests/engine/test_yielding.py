@@ -60,7 +60,9 @@ KINDS = {
     "async": Kind(options={"async_scheduling": True}),
     "hybrid": Kind(model="gpt-oss", pool=90, small=34, options={"async_scheduling": True}),
     # a chunk has room for a probe, whatever its limit
-    "pieces": Kind(more={"max_whole": 160, "piece": 96, "probe": 24, "window": 8}),
+    "pieces": Kind(
+        more={"max_whole": 256, "piece": 96, "probe": 14, "probe_first": 10, "window": 8}
+    ),
     "bounded": Kind(more={"decode_budget": 96, "decode_interval": BLOCK}),
     "priority": Kind(options={"scheduling_policy": "priority"}),
     # out of four tokens, or hardly a draft would be made

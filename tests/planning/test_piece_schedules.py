@@ -5,16 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import probe_tokens
 
 prop = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def config(**more):
     return CompressionConfig.parse({"compress": "snapkv", "min_prompt": 1, **more})
+
+
+@st.composite
+def probes(draw):
+    last = draw(st.sampled_from([0, 1, 2, 3, 32]))
+    return {"probe": last, "probe_first": draw(st.sampled_from([0, 1, 20])) if last else 0}
 
 
 @st.composite
@@ -28,7 +36,7 @@ def prompts(draw):
         compress=draw(st.sampled_from(["snapkv", "pyramidkv", "cake"])),
         window=max(window, 2),
         piece=max(piece, block * (2 // block + 1)),
-        probe=draw(st.sampled_from([0, 1, 2, 3, 32])),
+        **draw(probes()),
         max_whole=draw(st.integers(1, 40 * block)),
         budget=budget if isinstance(budget, float) else max(budget, 4),
     )
@@ -46,6 +54,10 @@ def test_what_is_held_stays_within_its_bound(case):
     holding = Holding(num_layers=layers, block_size=size)
     first, most, computed, packed = pieces.first_end, pieces.most_blocks, 0, 0
     assert own.max_whole < tokens
+    # what is held beyond the budget takes no more than a prompt that stands whole
+    kept = -(-pages_kept(own.prompt(layers, tokens), 0, size) // layers)
+    piece_and_probe = own.piece // size - (-probe_tokens(own) // size)
+    assert most <= max(own.max_whole // size, kept + piece_and_probe)
     assert first < tokens
     while computed < tokens:
         start, computed = computed, pieces.next_end(computed)
@@ -57,7 +69,7 @@ def test_what_is_held_stays_within_its_bound(case):
             assert pieces.plan(holding, inside) is None
         plan = pieces.plan(holding, computed)
         assert (plan is not None) == (computed >= first)
-        assert probe == (0 if plan is None else plan.probe) <= min(own.probe, tokens)
+        assert probe == (0 if plan is None else plan.probe) <= min(probe_tokens(own), tokens)
         if plan is None:
             continue
         held = holding.pages + layers * (computed // size - holding.first_block)
@@ -114,13 +126,15 @@ def test_no_step_goes_beyond_its_room_or_the_prompt(case, data):
                 holding.pack(plan, computed // size)
         return found
 
-    rooms = st.integers(own.probe + 1, own.probe + own.piece + 5)
+    rows = probe_tokens(own)
+    rooms = st.integers(rows + 1, rows + own.piece + 5)
     assert judged(iter(lambda: data.draw(rooms), None)) == judged(iter(lambda: tokens, None))
 
 
 def test_by_hand():
     """6,000 tokens, a tenth of them, blocks of 128, pieces of 1,024, 30 layers."""
-    own = config(budget=0.1, max_whole=2000, piece=1024, window=32, probe=100)
+    given = {"budget": 0.1, "piece": 1024, "window": 32, "probe": 60, "probe_first": 40}
+    own = config(max_whole=2000, **given)
     pieces = pieces_of(own, 30, 128, 6000)
     holding, ends, kept = Holding(num_layers=30, block_size=128), [], []
     while not ends or ends[-1] < 6000:
@@ -129,10 +143,13 @@ def test_by_hand():
         kept.append(plan.pages)
         holding.pack(plan, ends[-1] // 128)
     assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
-    # 600 tokens of each layer, and at the end without the tail of 112
-    assert kept == [30 * 600 // 128] * 5 + [30 * (600 - 112) // 128]
-    # and a block for the probe behind a piece
-    assert pieces.most_blocks == 5 + 8 + 1
+    # 2,000 tokens less a piece and a probe, in whole blocks; at the end 600 with the tail of 112
+    assert kept == [30 * 6] * 5 + [30 * (600 - 112) // 128]
+    assert pieces.most_blocks == 6 + 8 + 1
+    # the budget where it is more: 600 tokens of each layer
+    least = pieces_of(config(max_whole=1500, **given), 30, 128, 6000)
+    assert least.held_pages == 30 * 600 // 128
+    assert least.most_blocks == 5 + 8 + 1
     assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
     assert standing_blocks(own, 30, 128, 6000) == 16  # what stands whole, up to 2,000 tokens
     assert standing_blocks(config(), 30, 128, 6000) == 47
@@ -140,7 +157,7 @@ def test_by_hand():
 
 def test_who_is_judged_by_its_own_pieces():
     """A probe is dropped: nothing may be folded into it, and it is no use without queries."""
-    given = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 100}
+    given = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 60}
     for own in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
         pieces = pieces_of(config(**(given | own)), 30, 128, 6000)
         assert pieces.chunk(Holding(num_layers=30, block_size=128), 0, 4096) == (1024, 0)
@@ -152,7 +169,7 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
     named = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
     assert standing_blocks(own, 2, 16, 4096) == 16
     assert standing_blocks(free, 2, 16, 4096) == 16
-    assert standing_blocks(named, 2, 16, 4096) == (512 + 64 + 32) // 16
+    assert standing_blocks(named, 2, 16, 4096) == (512 + 64 + probe_tokens(own)) // 16
 
 
 @pytest.mark.parametrize(
@@ -162,6 +179,15 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
         ({"probe": 8}, "--kv-probe needs --kv-max-whole; set it, or remove --kv-probe"),
         ({"probe": 0.5, "max_whole": 64}, "probe must be a whole number of tokens, got 0.5"),
         ({"probe": -1, "max_whole": 64}, "probe: .*greater than or equal to 0, got -1"),
+        ({"probe_first": 8}, "--kv-probe-first needs --kv-max-whole; set it, or remove"),
+        (
+            {"probe": 0, "probe_first": 8, "max_whole": 64},
+            "got --kv-probe-first 8; set --kv-probe above 0, or remove --kv-probe-first",
+        ),
+        (
+            {"probe": 600, "probe_first": 500, "max_whole": 64},
+            "probe and probe_first must be at most 1024 tokens together, got 600 and 500",
+        ),
         ({"max_whole": 64, "min_prompt": 65}, "max_whole must be at least min_prompt=65.*got 64"),
         (
             {"max_whole": 64, "piece": 8, "window": 8},

@@ -158,6 +158,7 @@ FULL = {
     "max_whole": 8192,
     "piece": 2048,
     "probe": 48,
+    "probe_first": 24,
 }
 
 

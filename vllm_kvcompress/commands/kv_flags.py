@@ -62,6 +62,14 @@ Probe = Annotated[
         "--kv-probe", metavar="TOKENS", help="Its last tokens, which judge each of its pieces."
     ),
 ]
+ProbeFirst = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-probe-first",
+        metavar="TOKENS",
+        help="Its first tokens, which judge each of its pieces beside its last ones.",
+    ),
+]
 DecodeBudget = Annotated[
     int | None,
     typer.Option(

@@ -28,6 +28,7 @@ class PlanOptions:
     max_whole: kv_flags.MaxWhole = None
     piece: kv_flags.Piece = None
     probe: kv_flags.Probe = None
+    probe_first: kv_flags.ProbeFirst = None
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -120,4 +121,5 @@ class PlanOptions:
             max_whole=self.max_whole,
             piece=self.piece,
             probe=self.probe,
+            probe_first=self.probe_first,
         )

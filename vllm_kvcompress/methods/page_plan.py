@@ -23,7 +23,8 @@ class PagePlan:
         allocator_window: last queries whose attention tells how much each layer keeps, where these
             are not all that choose its tokens; None where they are.
         probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
-            the prompt's last tokens. They are all of its window; 0 where its own tokens judge it.
+            the prompt's first and last tokens. They are all of its window; 0 where its own tokens
+            judge it.
     """
 
     num_layers: int

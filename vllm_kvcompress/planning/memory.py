@@ -273,7 +273,10 @@ def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int
 
 
 def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
-    """Pages that the longest prompt keeps at most, at the largest budget a request may ask for."""
+    """Pages that the longest prompt keeps at most, at the largest budget a request may ask for.
+
+    Or holds between its pieces, whatever its budget.
+    """
 
     def pages(budget: float | int, otherwise: int) -> int:
         if isinstance(budget, int) and budget <= variant.resolved_window:
@@ -290,4 +293,8 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
     page_counts = [pages(budget, 0) for budget in budgets.granted]
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
+    if settings.max_whole is not None and sizes.longest > settings.max_whole:
+        # a prompt without tokens has no probe
+        held = (settings.max_whole - settings.piece) // sizes.block_size
+        page_counts.append(sizes.layers * held)
     return max(page_counts, default=0)

@@ -78,9 +78,10 @@ def why_no_room_for_probe(
         if room and room < least:
             whose = "one token" if alone else "a token of each request"
             return (
-                f"a step must have room for {whose} and for --kv-probe behind it; set {flag} to at"
-                f" least {least}, got {room}, or lower --kv-probe"
-                + ("" if alone else " or --max-num-seqs")
+                f"a step must have room for {whose}, for --kv-probe-first and for --kv-probe behind"
+                f" it; set {flag} to at least {least}, got {room}, or lower"
+                + ("" if alone else " --max-num-seqs,")
+                + " --kv-probe-first or --kv-probe"
             )
     return None
 

@@ -1,9 +1,10 @@
 """When a prompt that never stands whole is packed, and to how many pages: from lengths alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
 from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, probe_tokens
@@ -14,14 +15,15 @@ class EveryPiece:
     """A prompt that never stands whole: it is packed while it is computed.
 
     Boundaries are the multiples of `piece` and the prompt's end, whatever chunks the scheduler
-    makes. At each, a prompt that holds more pages than it may is packed to what the whole prompt
-    may keep. So what it holds never exceeds that and one piece (CAOTE section 2 evicts so, in
-    blocks of 128).
+    makes. At each, a prompt that holds more pages than it may is packed (CAOTE section 2 evicts so,
+    in blocks of 128). At its end it is packed to its budget; before that it may hold what leaves
+    room for a piece and its probe within `max_whole`, which is more where the budget is small:
+    what is dropped inside can never be asked for, and what is held until the end can.
 
     What a piece says of the question is little, and the question is known: so the chunk that ends
-    at a boundary has the prompt's last tokens behind it, as its probe, whose queries judge (FINCH,
-    Corallo and Papotti 2024, arXiv:2408.00167, puts the question behind every chunk). They attend
-    to what is held, and are computed again in their own place.
+    at a boundary has the prompt's first and last tokens behind it, as its probe, whose queries
+    judge (FINCH, Corallo and Papotti 2024, arXiv:2408.00167, puts the question behind every
+    chunk). They attend to what is held, and are computed again in their own place.
 
     Args:
         settings: what packs it, with `max_whole`.
@@ -41,7 +43,7 @@ class EveryPiece:
     def first_end(self) -> int:
         """Tokens that are computed when it is packed for the first time: the end, if not before."""
         piece = self.settings.piece
-        held_whole = self._kept(0) * self.block_size // self.num_layers
+        held_whole = self.held_pages * self.block_size // self.num_layers
         return min((held_whole // piece + 1) * piece, self.tokens)
 
     def next_end(self, computed: int) -> int:
@@ -77,17 +79,17 @@ class EveryPiece:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
 
         It must end at a boundary and leave more than may be held; the prompt's end, where it is
-        one, always packs, by then to what the tail leaves.
+        one, always packs, to what the budget and the tail leave.
         """
         ends = tokens == self.tokens and self.packs_end
         if not ends and (tokens == self.tokens or tokens % self.settings.piece):
             return None
         blocks, rest = divmod(tokens, self.block_size)
         tail = rest if ends else 0
-        pages = self._kept(tail)
+        prompt, probe = self._budget if ends else self._inside, self.probe(tokens)
+        pages = pages_kept(prompt, tail, self.block_size)
         if holding.pages_at(blocks) <= pages and not ends:
             return None
-        prompt, probe = self.settings.prompt(self.num_layers, self.tokens), self.probe(tokens)
         total = prompt.total
         if probe and total is not None:
             total += self.num_layers * probe
@@ -108,16 +110,31 @@ class EveryPiece:
         first, size, piece = self.first_end, self.block_size, self.settings.piece
         if first == self.tokens:
             return -(-first // size)
-        kept, behind = -(-self._kept(0) // self.num_layers), self.tokens - first
+        kept, behind = -(-self.held_pages // self.num_layers), self.tokens - first
         standing = first // size - (-self.probe(first) // size)
         if behind <= piece:
             return max(standing, kept - (-behind // size))
         return max(standing, kept + piece // size - (-self.probe(first + piece) // size))
 
-    def _kept(self, tail: int) -> int:
-        """Pages over all layers that may be held at a boundary, `tail` tokens behind them."""
-        prompt = self.settings.prompt(self.num_layers, self.tokens)
-        return pages_kept(prompt, tail, self.block_size)
+    @property
+    def held_pages(self) -> int:
+        """Pages over all layers that it may hold at a boundary inside."""
+        return pages_kept(self._inside, 0, self.block_size)
+
+    @property
+    def _budget(self) -> Prompt:
+        """What it may keep once it has ended."""
+        return self.settings.prompt(self.num_layers, self.tokens)
+
+    @property
+    def _inside(self) -> Prompt:
+        """What it may hold at a boundary inside: at least its budget."""
+        budget, settings, size = self._budget, self.settings, self.block_size
+        assert settings.max_whole is not None
+        # the probe's rows take blocks of their own
+        probe = -(-probe_tokens(settings) // size) * size
+        held = (settings.max_whole - settings.piece - probe) // size * size
+        return replace(budget, budget=held, total=None) if held > budget.budget else budget
 
 
 def pieces_of(

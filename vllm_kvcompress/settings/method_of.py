@@ -35,14 +35,14 @@ def keeps_sums(settings: CompressionConfig) -> bool:
 
 
 def probe_tokens(settings: CompressionConfig) -> int:
-    """The prompt's last tokens that judge a piece; 0 where its own do, or no latest queries.
+    """The prompt's tokens that judge a piece; 0 where its own do, or no latest queries.
 
     What merges tokens would fold them into a probe's, which are dropped.
     """
     method = method_of(settings)
     if settings.max_whole is None or method.merge or not judges_by_window(method.reads):
         return 0
-    return settings.probe
+    return settings.probe and settings.probe_first + settings.probe
 
 
 def merges(settings: CompressionConfig) -> bool:

@@ -9,6 +9,7 @@ from vllm_kvcompress.settings.parsing import whole_tokens
 
 USUAL_PIECE = 4096
 USUAL_PROBE = 32
+USUAL_PROBE_FIRST = 64
 MAX_PROBE = 1024
 
 
@@ -23,6 +24,8 @@ class PieceSettings(BaseModel):
     """Tokens of a prompt after which it is packed; a multiple of the KV block."""
     probe: int = Field(default=USUAL_PROBE, ge=0, le=MAX_PROBE)
     """The prompt's last tokens that judge every piece; with 0 a piece's own last tokens do."""
+    probe_first: int = Field(default=USUAL_PROBE_FIRST, ge=0, le=MAX_PROBE)
+    """The prompt's first tokens that judge every piece beside its last ones."""
 
     @field_validator("max_whole", mode="before")
     @classmethod
@@ -30,10 +33,17 @@ class PieceSettings(BaseModel):
         # a manifest's arguments are always the same ones
         return None if value == "none" else value
 
-    @field_validator("max_whole", "piece", "probe", mode="before")
+    @field_validator("max_whole", "piece", "probe", "probe_first", mode="before")
     @classmethod
     def _tokens_of_a_prompt(cls, value: Any) -> Any:
         return whole_tokens(value)
+
+    def first_of_probe(self, rows: int) -> int:
+        """Of a probe of so many rows, those that are the prompt's first tokens, not its last.
+
+        Where the prompt's end leaves fewer rows than the settings say, both parts shrink alike.
+        """
+        return rows * self.probe_first // max(self.probe_first + self.probe, 1)
 
     def refuse_piece_nonsense(self, window: int, min_prompt: int) -> None:
         """Check the settings against each other.
@@ -46,10 +56,21 @@ class PieceSettings(BaseModel):
             ConfigError: with what must hold, what was given, and what to do.
         """
         if self.max_whole is None:
-            for flag, name in (("--kv-piece", "piece"), ("--kv-probe", "probe")):
+            for name in ("piece", "probe", "probe_first"):
                 if name in self.model_fields_set:
+                    flag = f"--kv-{name.replace('_', '-')}"
                     raise ConfigError(f"{flag} needs --kv-max-whole; set it, or remove {flag}")
             return
+        if not self.probe and self.probe_first and "probe_first" in self.model_fields_set:
+            raise ConfigError(
+                f"with --kv-probe 0 each piece's own tokens judge it, got --kv-probe-first"
+                f" {self.probe_first}; set --kv-probe above 0, or remove --kv-probe-first"
+            )
+        if self.probe + self.probe_first > MAX_PROBE:
+            raise ConfigError(
+                f"probe and probe_first must be at most {MAX_PROBE} tokens together, got"
+                f" {self.probe} and {self.probe_first}; lower one of them"
+            )
         if self.piece <= window:
             raise ConfigError(
                 f"piece must be above the observation window of {window}, got {self.piece}; set"

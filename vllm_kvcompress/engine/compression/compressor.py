@@ -16,7 +16,7 @@ from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
-from vllm_kvcompress.engine.compression.watched import Prefill, Span, Step
+from vllm_kvcompress.engine.compression.watched import Prefill, Probe, Span, Step
 from vllm_kvcompress.engine.messages.step import Pack, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
@@ -78,7 +78,7 @@ class PromptCompressor:
         plan = plan_of(output)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
         pack = () if plan is None else plan.pack
-        probes = {todo.request_id: todo.plan.probe for todo in pack if todo.plan.probe}
+        probes = {todo.request_id: Probe.of(todo) for todo in pack if todo.plan.probe}
         self._step = Step(plan, {request_id: len(ids) for request_id, ids in drafts}, probes)
 
     def abort_step(self) -> None:
@@ -142,7 +142,7 @@ class PromptCompressor:
         """Count a chunk of a prefill, and watch its layers if its method reads attention."""
         method = method_of(settings)
         start, stop = int(query_start[row]), int(query_start[row + 1])
-        probe = step.probes.get(request_id, 0)
+        probe = step.probes[request_id].rows if request_id in step.probes else 0
         stop -= step.drafts.get(request_id, 0) + probe
         prefill = self._prefills.get(request_id)
         if prefill is None:
@@ -191,8 +191,8 @@ class PromptCompressor:
         return self._step is not None
 
     @property
-    def probes(self) -> Mapping[str, int]:
-        """By request, rows behind its chunk of this step that are the prompt's last tokens."""
+    def probes(self) -> Mapping[str, Probe]:
+        """By request, what stands behind its chunk of this step and judges it."""
         return {} if self._step is None else self._step.probes
 
     @property

@@ -1,12 +1,13 @@
 """What a worker's step knows of the prefills that it watches, and of what it packs."""
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
 from vllm_kvcompress.engine.compression.packer import Job
 from vllm_kvcompress.engine.compression.reports import Stopwatch
-from vllm_kvcompress.engine.messages.step import Addition, StepPlan
+from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan
 from vllm_kvcompress.methods.method import Method
 
 
@@ -36,6 +37,23 @@ class Prefill:
     held: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Rows behind a piece that judge it: so many of the prompt's first tokens, then its last."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, todo: Pack) -> Self:
+        first = todo.settings.first_of_probe(todo.plan.probe)
+        return cls(first, todo.plan.probe - first)
+
+    @property
+    def rows(self) -> int:
+        return self.first + self.last
+
+
 @dataclass(slots=True)
 class Span:
     """One watched request's tokens in this step's batch.
@@ -63,7 +81,7 @@ class Step:
         plan: the scheduler's; None where this step has none.
         drafts: rows behind the last token of a prompt, which vLLM fills up to those of a decode
             step.
-        probes: rows behind a piece's last token that judge it.
+        probes: what judges a piece behind its last token.
         laid_out: whether the batch is known.
         layers_watched: layers that ran.
         spans: the prefills that are watched.
@@ -74,7 +92,7 @@ class Step:
 
     plan: StepPlan | None
     drafts: dict[str, int]
-    probes: dict[str, int]
+    probes: dict[str, Probe]
     laid_out: bool = False
     layers_watched: int = 0
     spans: list[Span] = field(default_factory=list)

@@ -78,7 +78,7 @@ COUNTERS: Mapping[str, Counted] = {
     ),
     "packed_blocks": Counted(
         "",
-        "KV blocks taken for the tokens that compressed prompts keep.",
+        "Free KV blocks taken for the tokens that compressed prompts keep.",
         lambda counts: counts["packed_blocks"],
     ),
     "in_place_requests": Counted(
@@ -188,6 +188,9 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "max_whole": str(settings.max_whole or ""),
             "piece": str(settings.piece if settings.max_whole else ""),
             "probe": str(settings.probe if settings.max_whole else ""),
+            "probe_first": str(
+                settings.probe_first if settings.max_whole and settings.probe else ""
+            ),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
             "stages": str(stages),

@@ -141,7 +141,7 @@ class CompressedManager(FullAttentionManager):
         # beyond these are drafts, which are not of the prompt
         num_tokens = min(num_tokens - self.probes.get(request_id, 0), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
-        plan, later = schedule.plan(num_tokens), False
+        plan, later = schedule.plan(num_tokens), num_tokens < int(request.num_tokens)
         if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
             # promised from now on, and taken when it is packed (`lookaheads`)
             later = self.settings.lookahead_yields != "never"
@@ -244,16 +244,16 @@ class CompressedManager(FullAttentionManager):
     ) -> bool:
         """Take the destination blocks that packing needs; returns whether the pool has them.
 
-        A prompt takes fresh ones, if more are free than are promised to others, else its own
-        unshared ones, the latest first. It was admitted with them counted, unless its answer judges
-        it. An answer takes its own first, since it is packed to hold less. Where the pool has none
-        for what is missing, a later step tries again.
+        A prompt takes fresh ones, if more are free than are promised to others (twice as many if it
+        goes on), else its own unshared ones, the latest first. It was admitted with them counted,
+        unless its answer judges it. An answer takes its own first. What finds none waits a step.
         """
         holding, last = schedule.holding, tokens // self.block_size
         packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
         mine: list[tuple[int, KVCacheBlock]] = []
-        if missing and (not prefill or free < missing + self.lookaheads.promised(free - missing)):
+        needed = (1 if ends or cut else 2) * missing + self.lookaheads.promised(free - missing)
+        if missing and (not prefill or free < needed):
             mine = self._unshared(request_id, holding.first_block, last, missing)
         if (answered is not None or not prefill) and missing - len(mine) > free:
             return False
@@ -367,7 +367,7 @@ class CompressedManager(FullAttentionManager):
         self.block_pool.free_blocks(freed)
         returned = self.block_pool.get_num_free_blocks() - before
         piecewise = isinstance(self.planner.schedules[request_id].prefill, EveryPiece)
-        self.tally.pack(pack, returned, first=first, own=bool(own), piecewise=piecewise)
+        self.tally.pack(pack, returned, first=first, own=len(own), piecewise=piecewise)
         if pack.answered is not None and pack.ends:
             self.planner.looked_ahead(request_id)
         return pack

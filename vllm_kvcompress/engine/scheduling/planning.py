@@ -164,7 +164,7 @@ class Planner:
         tokenless = request.prompt_token_ids is None or bool(request.mm_features)
         if again is not None and again.max_whole is not None and tokenless:
             # rows that are embeddings cannot be computed behind a piece
-            again = again.model_copy(update={"probe": 0})
+            again = again.model_copy(update={"probe": 0, "probe_first": 0})
         pieces = None if again is None else self.admissions.pieces(again, tokens)
         if pieces is not None:
             return pieces

@@ -20,7 +20,7 @@ class Tally:
         planned: prompts that the scheduler gave to the workers to compress, by method.
         skipped: prompts left whole, by reason.
         freed_blocks: the prompts' own blocks that went back to the pool.
-        packed_blocks: blocks taken for what is kept.
+        packed_blocks: free blocks taken for what is kept.
         in_place: prompts packed into their own blocks.
         packed: what the workers reported.
         repacked: times that an answer was packed again.
@@ -42,13 +42,13 @@ class Tally:
     slotless: int = 0
     cut: Counter[str] = field(default_factory=Counter)
 
-    def pack(self, pack: Pack, returned: int, *, first: bool, own: bool, piecewise: bool) -> None:
+    def pack(self, pack: Pack, returned: int, *, first: bool, own: int, piecewise: bool) -> None:
         """Add a request that the workers are to pack.
 
         Args:
             returned: blocks that went back to the pool by that.
             first: nothing of it was packed before.
-            own: its own blocks became destinations.
+            own: its own blocks that became destinations.
             piecewise: its prompt never stood whole.
         """
         if not pack.prefill:
@@ -57,8 +57,8 @@ class Tally:
             return
         self.pieces += piecewise
         self.freed_blocks += returned
-        self.packed_blocks += pack.plan.blocks * first
-        self.in_place += own
+        self.packed_blocks += (pack.plan.blocks - own) * first
+        self.in_place += own > 0
         if pack.ends:
             self.planned[pack.settings.compress] += 1
         if pack.cut:

@@ -97,6 +97,12 @@ FLAGS = {
         "The last tokens of a prompt above --kv-max-whole, which judge each of its pieces; with 0 a"
         " piece's own last tokens judge it.",
     ),
+    "--kv-probe-first": (
+        "probe_first",
+        "TOKENS",
+        "The first tokens of such a prompt, which judge each of its pieces beside its last ones:"
+        " enough that an instruction before the text is among them.",
+    ),
     "--kv-allow-override": (
         "allow_override",
         "METHODS",

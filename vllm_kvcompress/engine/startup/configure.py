@@ -112,7 +112,9 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             " %s judge",
             settings.max_whole,
             settings.piece,
-            f"the prompt's last {settings.probe} tokens" if settings.probe else "their own",
+            f"the prompt's first {settings.probe_first} and last {settings.probe} tokens"
+            if settings.probe
+            else "their own",
         )
     for variant in settings.variants:
         parts = variant.parts

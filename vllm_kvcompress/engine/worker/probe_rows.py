@@ -1,4 +1,4 @@
-"""Seam `worker`: the rows of a probe are the prompt's last tokens, on both of vLLM's runners.
+"""Seam `worker`: a probe's rows are the prompt's first and last tokens, on both of vLLM's runners.
 
 To vLLM they are the prompt's next tokens, which the scheduler schedules behind a chunk and then
 takes back. Here the step's own copy of the token ids is changed, so nothing has to be restored.
@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+from vllm_kvcompress.engine.compression.watched import Probe
 
 
 class ProbeRows(Protocol):
@@ -42,9 +43,11 @@ class _OnHost:
             batch = runner.input_batch
             for request_id, probe in compressor.probes.items():
                 row = batch.req_id_to_index[request_id]
-                stop, known = int(runner.query_start_loc.np[row + 1]), batch.num_tokens_no_spec[row]
-                ids = batch.token_ids_cpu_tensor[row, known - probe : known]
-                runner.input_ids.cpu[stop - probe : stop] = ids
+                known, ids = batch.num_tokens_no_spec[row], batch.token_ids_cpu_tensor[row]
+                stop = int(runner.query_start_loc.np[row + 1])
+                lent = runner.input_ids.cpu[stop - probe.rows : stop]
+                lent[: probe.first] = ids[: probe.first]
+                lent[probe.first :] = ids[known - probe.last : known]
             return upload(*args, **kwargs)
 
         runner._prepare_input_ids = uploading
@@ -64,7 +67,7 @@ class _OnDevice:
         # Requests whose latest probe the runner has counted.
         self._counted: set[str] = set()
         # Of this step.
-        self._probes: Mapping[str, int] = {}
+        self._probes: Mapping[str, Probe] = {}
         prepare = runner.prepare_inputs
 
         def preparing(*args: Any, **kwargs: Any) -> Any:
@@ -72,9 +75,10 @@ class _OnDevice:
             for request_id, probe in compressor.probes.items():
                 stop = int(batch.query_start_loc_np[batch.req_ids.index(request_id) + 1])
                 index = states.req_id_to_index[request_id]
-                known = int(states.prefill_len.np[index])
-                ids = states.all_token_ids.gpu[index, known - probe : known]
-                batch.input_ids[stop - probe : stop].copy_(ids)
+                known, ids = int(states.prefill_len.np[index]), states.all_token_ids.gpu[index]
+                lent = batch.input_ids[stop - probe.rows : stop]
+                lent[: probe.first].copy_(ids[: probe.first])
+                lent[probe.first :].copy_(ids[known - probe.last : known])
             return batch
 
         runner.prepare_inputs = preparing
@@ -112,7 +116,7 @@ class _OnDevice:
             if chunks := worker.in_progress_prompt_logprobs.get(request_id):
                 found: LogprobsTensors = chunks[-1]
                 chunks[-1] = found._replace(
-                    logprob_token_ids=found.logprob_token_ids[:-probe],
-                    logprobs=found.logprobs[:-probe],
-                    selected_token_ranks=found.selected_token_ranks[:-probe],
+                    logprob_token_ids=found.logprob_token_ids[: -probe.rows],
+                    logprobs=found.logprobs[: -probe.rows],
+                    selected_token_ranks=found.selected_token_ranks[: -probe.rows],
                 )
