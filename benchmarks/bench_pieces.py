@@ -3,7 +3,8 @@
     python benchmarks/bench_pieces.py --model .cache/smollm2-135m-instruct
 
 Engines side by side in one process, prompt by prompt: vLLM alone, the method on the whole prompt,
-and the same packed after every piece, judged by the prompt's end or by the piece's own (1024:0).
+and the same packed after every piece, judged by the prompt's ends or by the piece's own (1024:0),
+with no more held than the budget or with what max_whole leaves (1024@4096).
 vLLM alone answers a built-in question; the others write the same answer, so that probabilities are
 along the same text, and answer themselves where they would have chosen another token.
 
@@ -41,11 +42,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--pieces",
         nargs="*",
-        metavar="PIECE[:PROBE[:PROBE_FIRST]]",
+        metavar="PIECE[:PROBE[:PROBE_FIRST]][@MAX_WHOLE]",
         default=["1024", "2048", "4096", "1024:0", "2048:0", "4096:0"],
-    )
-    parser.add_argument(
-        "--max-whole", type=int, default=1024, help="tokens, or a piece's where it has more"
     )
     parser.add_argument("--without-whole", action="store_true", help="pieces and vLLM alone")
     parser.add_argument("--lookahead", type=int, default=0)
@@ -103,7 +101,7 @@ class Contender:
         return outputs[0].outputs[0]
 
 
-def contender(piece: str, args: argparse.Namespace) -> Contender:
+def contender(name: str, args: argparse.Namespace) -> Contender:
     from transformers import AutoConfig
     from vllm import LLM
 
@@ -112,9 +110,10 @@ def contender(piece: str, args: argparse.Namespace) -> Contender:
 
     own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
     own["lookahead"] = args.lookahead
+    piece, _, whole = name.partition("@")
     size, *probe = piece.split(":")
     if size.isdigit():
-        own |= {"max_whole": max(int(size), args.max_whole), "piece": int(size)}
+        own |= {"max_whole": int(whole or max(int(size), 1024)), "piece": int(size)}
         own |= dict(zip(("probe", "probe_first"), map(int, probe), strict=False))
     longest = args.tokens + 256
     settings = CompressionConfig.parse(own)
@@ -128,11 +127,11 @@ def contender(piece: str, args: argparse.Namespace) -> Contender:
         enforce_eager=True,
         dtype=args.dtype,
         distributed_executor_backend="uni",
-        enable_prefix_caching=args.cached and piece == FULL,
+        enable_prefix_caching=args.cached and name == FULL,
         max_num_seqs=1,
         logits_processors=[writing()],
         max_logprobs=LIKELY,
-        **({} if piece == FULL else {"additional_config": {"kvcompress": own}}),
+        **({} if name == FULL else {"additional_config": {"kvcompress": own}}),
     )
     return Contender(llm, most_blocks_in_use(llm))
 
@@ -212,7 +211,7 @@ def report(
             **{"task": args.task, "question": args.question, "prompts": prompts},
             **{"known": sum(map(bool, full.named)), "tokens": args.tokens, "method": args.method},
             **{"budget": args.budget, "dtype": args.dtype, "lookahead": args.lookahead},
-            **{"max_whole": args.max_whole, "cached": args.cached},
+            **{"cached": args.cached},
         },
         "rows": rows,
     }

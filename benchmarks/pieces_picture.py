@@ -33,11 +33,13 @@ def lines_of(results: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[i
 
 def name_of(engine: str) -> str:
     """What the legend says of one engine."""
+    engine, _, whole = engine.partition("@")
     piece, _, probe = engine.partition(":")
     if not piece.isdigit():
         return {"off": "vLLM alone", "whole": "compressed whole"}[piece]
     judge = "judged by themselves" if probe == "0" else "judged by the prompt's ends"
-    return f"pieces of {int(piece):,}, {judge}"
+    held = f", of {int(whole):,} held" if whole else ""
+    return f"pieces of {int(piece):,}{held}, {judge}"
 
 
 def save_picture(results: Sequence[dict[str, Any]], path: Path) -> None:

@@ -96,6 +96,14 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InPieces:
+    """Tokens that a layer holds between pieces, and the `max_whole` for twice the budget."""
+
+    held_tokens: float
+    roomy: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What `plan` says. Memory is per GPU.
 
@@ -108,6 +116,7 @@ class Forecast:
         group: layers whose pages make up a block; None where those are all.
         pool_off, pool_on: None unless the pool's size was given.
         worst: None unless requests may ask for something.
+        in_pieces: None for a prompt that stands whole until its end.
     """
 
     load: Load
@@ -124,6 +133,7 @@ class Forecast:
     pool_on: Concurrency | None
     worst: Worst | None = None
     group: int | None = None
+    in_pieces: InPieces | None = None
 
     def to_json(self) -> dict[str, Any]:
         payload = asdict(self)
@@ -248,7 +258,16 @@ def forecast(
         pool_on=pools[1],
         worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
         group=sizes.groups.size if sizes.groups is not None and sizes.groups.windowed else None,
+        in_pieces=_in_pieces(settings, sizes, load),
     )
+
+
+def _in_pieces(settings: CompressionConfig, sizes: Sizes, load: Load) -> InPieces | None:
+    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt)
+    if pieces is None or not settings.enabled:
+        return None
+    held = pieces.held_pages * sizes.block_size / sizes.layers
+    return InPieces(held_tokens=held, roomy=pieces.roomy)
 
 
 def _plan(

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcompress.commands.concurrency import Concurrency, Forecast, Worst
+from vllm_kvcompress.commands.concurrency import Concurrency, Forecast, InPieces, Worst
 from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
 
 
@@ -84,6 +84,8 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
     notes = []
     if forecast.left_whole is not None:
         notes.append(f"This prompt is left whole: {forecast.left_whole}.")
+    if forecast.in_pieces is not None:
+        notes.append(_in_pieces(forecast, forecast.in_pieces))
     notes.append(
         f"A block is {forecast.block_size} tokens in {_layers(forecast, stages)},"
         f" {size(forecast.block_bytes)} per GPU."
@@ -111,6 +113,19 @@ def _held(forecast: Forecast, lookahead: int) -> str:
         f"For {lookahead:,} of {output:,} tokens of its answer a request holds {on.prefill:,}"
         f" blocks, not {on.decoding:,}. --kv-lookahead-yields says what gives way when the pool is"
         " short."
+    )
+
+
+def _in_pieces(forecast: Forecast, pieces: InPieces) -> str:
+    line = (
+        f"This prompt is packed piece by piece. A layer holds {pieces.held_tokens:,.0f} tokens"
+        f" until its end, and then keeps {forecast.kept_tokens:,.0f}."
+    )
+    if pieces.held_tokens >= 2 * forecast.kept_tokens:
+        return line
+    return (
+        f"{line} What a piece drops is lost before the answer asks for it: --kv-max-whole"
+        f" {pieces.roomy} would hold twice the budget."
     )
 
 

@@ -122,6 +122,17 @@ class EveryPiece:
         return pages_kept(self._inside, 0, self.block_size)
 
     @property
+    def roomy(self) -> int:
+        """The least `max_whole` with which it may hold twice its budget at a boundary inside."""
+        return -(-2 * self._budget.budget // self.block_size) * self.block_size + self._beside
+
+    @property
+    def _beside(self) -> int:
+        """Tokens of the blocks that a piece and its probe take beside what is held."""
+        probe = -(-probe_tokens(self.settings) // self.block_size)
+        return self.settings.piece + probe * self.block_size
+
+    @property
     def _budget(self) -> Prompt:
         """What it may keep once it has ended."""
         return self.settings.prompt(self.num_layers, self.tokens)
@@ -131,9 +142,7 @@ class EveryPiece:
         """What it may hold at a boundary inside: at least its budget."""
         budget, settings, size = self._budget, self.settings, self.block_size
         assert settings.max_whole is not None
-        # the probe's rows take blocks of their own
-        probe = -(-probe_tokens(settings) // size) * size
-        held = (settings.max_whole - settings.piece - probe) // size * size
+        held = (settings.max_whole - self._beside) // size * size
         return replace(budget, budget=held, total=None) if held > budget.budget else budget
 
 
