@@ -64,7 +64,7 @@ class Answer:
         if self.settings.max_whole is not None:
             title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
             title += f" --kv-probe {self.settings.probe}"
-            if self.settings.probe:
+            if self.settings.probe_first:
                 title += f" --kv-probe-first {self.settings.probe_first}"
         show_forecast(
             self.forecast,

@@ -42,7 +42,7 @@ def probe_tokens(settings: CompressionConfig) -> int:
     method = method_of(settings)
     if settings.max_whole is None or method.merge or not judges_by_window(method.reads):
         return 0
-    return settings.probe and settings.probe_first + settings.probe
+    return settings.probe_first + settings.probe
 
 
 def merges(settings: CompressionConfig) -> bool:

@@ -9,7 +9,6 @@ from vllm_kvcompress.settings.parsing import whole_tokens
 
 USUAL_PIECE = 4096
 USUAL_PROBE = 32
-USUAL_PROBE_FIRST = 64
 MAX_PROBE = 1024
 
 
@@ -24,7 +23,7 @@ class PieceSettings(BaseModel):
     """Tokens of a prompt after which it is packed; a multiple of the KV block."""
     probe: int = Field(default=USUAL_PROBE, ge=0, le=MAX_PROBE)
     """The prompt's last tokens that judge every piece; with 0 a piece's own last tokens do."""
-    probe_first: int = Field(default=USUAL_PROBE_FIRST, ge=0, le=MAX_PROBE)
+    probe_first: int = Field(default=0, ge=0, le=MAX_PROBE)
     """The prompt's first tokens that judge every piece beside its last ones."""
 
     @field_validator("max_whole", mode="before")
@@ -61,7 +60,7 @@ class PieceSettings(BaseModel):
                     flag = f"--kv-{name.replace('_', '-')}"
                     raise ConfigError(f"{flag} needs --kv-max-whole; set it, or remove {flag}")
             return
-        if not self.probe and self.probe_first and "probe_first" in self.model_fields_set:
+        if self.probe_first and not self.probe:
             raise ConfigError(
                 f"with --kv-probe 0 each piece's own tokens judge it, got --kv-probe-first"
                 f" {self.probe_first}; set --kv-probe above 0, or remove --kv-probe-first"

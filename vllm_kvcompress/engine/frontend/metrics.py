@@ -188,9 +188,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "max_whole": str(settings.max_whole or ""),
             "piece": str(settings.piece if settings.max_whole else ""),
             "probe": str(settings.probe if settings.max_whole else ""),
-            "probe_first": str(
-                settings.probe_first if settings.max_whole and settings.probe else ""
-            ),
+            "probe_first": str(settings.probe_first if settings.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
             "stages": str(stages),

@@ -112,9 +112,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             " %s judge",
             settings.max_whole,
             settings.piece,
-            f"the prompt's first {settings.probe_first} and last {settings.probe} tokens"
-            if settings.probe
-            else "their own",
+            _judges(settings),
         )
     for variant in settings.variants:
         parts = variant.parts
@@ -128,6 +126,14 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
                 " prefix cache and do not read it",
                 variant.compress,
             )
+
+
+def _judges(settings: CompressionConfig) -> str:
+    """Which tokens judge a prompt's pieces."""
+    if not settings.probe:
+        return "their own"
+    first = f"first {settings.probe_first} and " if settings.probe_first else ""
+    return f"the prompt's {first}last {settings.probe} tokens"
 
 
 def _install_doors(settings: CompressionConfig) -> None:
