@@ -121,8 +121,10 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
     llm = LLM(
         args.model,
         max_model_len=longest,
-        # the smallest pool that starts, so that nothing is taken that is not needed
-        num_gpu_blocks_override=1 + standing_blocks(settings, layers, BLOCK, longest),
+        # the smallest pool in which the longest prompt looks ahead, so that nothing else is taken
+        num_gpu_blocks_override=1
+        + standing_blocks(settings, layers, BLOCK, longest)
+        + -(-args.lookahead // BLOCK),
         block_size=BLOCK,
         enforce_eager=True,
         dtype=args.dtype,
@@ -201,6 +203,7 @@ def report(
             "first_token_speedup": round(statistics.median(ratios), 3),
             "named": round(sum(one.named), 2),
             "kl": round(statistics.fmean(one.kl), 4) if one.kl else None,
+            "kl_by_prompt": [round(kl, 4) for kl in one.kl],
             "same": round(statistics.fmean(one.same), 3) if one.same else None,
         }
     return {

@@ -110,7 +110,8 @@ class Guided(Prompt):
                 share = ref.softmax(logits / math.sqrt(self.shape.head_dim), self.sink(layer, head))
                 want = share @ values[kv, :end]
                 assert np.abs(out[row, head] - want).max() < 1e-4
-        return scores_of(self.method, q, keys, values, left)
+        last = left - left * FIRST // ROWS
+        return scores_of(self.method, q, keys, values, left, last if last > 1 else None)
 
 
 CASES = [

@@ -80,7 +80,13 @@ def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
         assert plan is None or computed < prompt
         if plan is not None:
             holding.pack(plan, computed // size)
+    packed = -(-holding.pages // layers)
+    assert pieces.ending == packed + -(-prompt // size) - holding.first_block
+    # where its end leaves room for them, its answer's tokens take no more than its pieces did
     ahead = lookahead_of(own, layers, size, prompt, 500)
+    ahead = replace(ahead, standing=pieces.most_blocks, ending=pieces.ending)
+    end = packed + -(-(prompt + m) // size) - holding.first_block
+    assert ahead.most_blocks == max(pieces.most_blocks, end)
     held = holding.pages_at((prompt + m) // size)
     plan = ahead.plan(holding, prompt + m)
     assert plan is not None

@@ -87,6 +87,9 @@ class EveryPiece:
         blocks, rest = divmod(tokens, self.block_size)
         tail = rest if ends else 0
         prompt, probe = self._budget if ends else self._inside, self.probe(tokens)
+        last = probe - self.settings.first_of_probe(probe)
+        # first tokens that judge the layers' shares too cost what the last ones ask for
+        alone = least_window(method_of(self.settings).reads) <= last < probe
         pages = pages_kept(prompt, tail, self.block_size)
         if holding.pages_at(blocks) <= pages and not ends:
             return None
@@ -102,6 +105,7 @@ class EveryPiece:
             pages=pages,
             total=total,
             probe=probe,
+            allocator_window=last if alone else None,
         )
 
     @property
@@ -115,6 +119,15 @@ class EveryPiece:
         if behind <= piece:
             return max(standing, kept - (-behind // size))
         return max(standing, kept + piece // size - (-self.probe(first + piece) // size))
+
+    @property
+    def ending(self) -> int:
+        """Blocks that the prompt holds when its prefill ends, in its own blocks."""
+        last = (self.tokens - 1) // self.settings.piece * self.settings.piece
+        if last < self.first_end:
+            return -(-self.tokens // self.block_size)
+        kept = -(-self.held_pages // self.num_layers)
+        return kept - (-(self.tokens - last) // self.block_size)
 
     @property
     def held_pages(self) -> int:

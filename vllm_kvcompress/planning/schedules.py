@@ -53,6 +53,7 @@ class LookAhead:
         last: tokens of its longest answer and its prompt.
         prefilled: tokens when its prefill ends, those of an answer that was preempted included.
         standing: blocks that its prefill takes at most.
+        ending: blocks that it holds when its prefill ends; None where those are as many.
         cached: tokens that its prefill found in the prefix cache: of these nobody has the queries.
     """
 
@@ -63,6 +64,7 @@ class LookAhead:
     last: int
     prefilled: int
     standing: int
+    ending: int | None = None
     cached: int = 0
 
     @property
@@ -162,7 +164,7 @@ class LookAhead:
     def most_blocks(self) -> int:
         """Blocks that the prompt and its answer hold at most until they are packed."""
         behind = -(-self.due // self.block_size) + self.prefilled // -self.block_size
-        return self.standing + behind
+        return max(self.standing, (self.standing if self.ending is None else self.ending) + behind)
 
 
 @dataclass(slots=True, kw_only=True)

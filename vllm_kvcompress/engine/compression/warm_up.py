@@ -46,8 +46,10 @@ class WarmUp:
                 self.pack_again(settings.resolved_window, prefill=True, allocator_window=window)
             probe, least = probe_tokens(settings), least_window(self._method.reads)
             for rows in _powers(probe):
+                last = rows - settings.first_of_probe(rows)
+                alone = last if least <= last < rows else None
                 if rows >= least:
-                    self.pack_again(rows, prefill=True, probe=rows)
+                    self.pack_again(rows, prefill=True, probe=rows, allocator_window=alone)
 
     def _query(self, rows: int) -> torch.Tensor:
         device = self._pool.pages.device
