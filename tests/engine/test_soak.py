@@ -143,8 +143,8 @@ BOUNDED = settings(
     allow_override="off,snapkv,streamingllm,d2o",
     decode_budget=96,
     decode_interval=32,
-    max_whole=288,
-    piece=128,
+    max_whole=224,
+    piece=64,
     probe=16,
     probe_first=16,
 )
