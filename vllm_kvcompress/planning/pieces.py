@@ -7,7 +7,7 @@ from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, probe_tokens
+from vllm_kvcompress.settings.method_of import allocator_rows, method_of, probe_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,6 @@ class EveryPiece:
         blocks, rest = divmod(tokens, self.block_size)
         tail = rest if ends else 0
         prompt, probe = self._budget if ends else self._inside, self.probe(tokens)
-        last = probe - self.settings.first_of_probe(probe)
-        # first tokens that judge the layers' shares too cost what the last ones ask for
-        alone = least_window(method_of(self.settings).reads) <= last < probe
         pages = pages_kept(prompt, tail, self.block_size)
         if holding.pages_at(blocks) <= pages and not ends:
             return None
@@ -105,7 +102,7 @@ class EveryPiece:
             pages=pages,
             total=total,
             probe=probe,
-            allocator_window=last if alone else None,
+            allocator_window=allocator_rows(self.settings, probe),
         )
 
     @property

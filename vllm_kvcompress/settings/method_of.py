@@ -4,6 +4,7 @@ from functools import lru_cache
 
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method
+from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import judges_by_window
 
@@ -43,6 +44,15 @@ def probe_tokens(settings: CompressionConfig) -> int:
     if settings.max_whole is None or method.merge or not judges_by_window(method.reads):
         return 0
     return settings.probe_first + settings.probe
+
+
+def allocator_rows(settings: CompressionConfig, probe: int) -> int | None:
+    """Of a probe's rows the last ones, which alone say how much each layer keeps; None for all.
+
+    First tokens that say so too cost what the last ones ask for.
+    """
+    last = probe - settings.first_of_probe(probe)
+    return last if least_window(method_of(settings).reads) <= last < probe else None
 
 
 def merges(settings: CompressionConfig) -> bool:

@@ -12,7 +12,13 @@ from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.rows import LATEST
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import adds_up, keeps_sums, method_of, probe_tokens
+from vllm_kvcompress.settings.method_of import (
+    adds_up,
+    allocator_rows,
+    keeps_sums,
+    method_of,
+    probe_tokens,
+)
 
 
 class WarmUp:
@@ -46,8 +52,7 @@ class WarmUp:
                 self.pack_again(settings.resolved_window, prefill=True, allocator_window=window)
             probe, least = probe_tokens(settings), least_window(self._method.reads)
             for rows in _powers(probe):
-                last = rows - settings.first_of_probe(rows)
-                alone = last if least <= last < rows else None
+                alone = allocator_rows(settings, rows)
                 if rows >= least:
                     self.pack_again(rows, prefill=True, probe=rows, allocator_window=alone)
 
