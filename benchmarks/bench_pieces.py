@@ -27,11 +27,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_bench import LIKELY, in_this_process, likely_tokens, most_blocks_in_use, tell, writing
+from engine_bench import (
+    LIKELY,
+    cache_options,
+    in_this_process,
+    likely_tokens,
+    most_blocks_in_use,
+    tell,
+    writing,
+)
 from origin import commit, machine
 
 FULL, WHOLE = "off", "whole"
 BLOCK = 128
+CACHE_GIB = 1
 
 
 def parse_args() -> argparse.Namespace:
@@ -133,6 +142,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
         max_num_seqs=1,
         logits_processors=[writing()],
         max_logprobs=LIKELY,
+        **cache_options(cache_gib=CACHE_GIB),
         **({} if name == FULL else {"additional_config": {"kvcompress": own}}),
     )
     return Contender(llm, most_blocks_in_use(llm))
@@ -222,7 +232,7 @@ def report(
 
 def main() -> None:
     args = parse_args()
-    in_this_process(cache_gib=1)
+    in_this_process(cache_gib=CACHE_GIB)
     sys.path.insert(0, str(Path(__file__).parents[1]))
     made = [FULL, *([] if args.without_whole else [WHOLE]), *args.pieces]
     contenders = {piece: contender(piece, args) for piece in made}

@@ -21,6 +21,18 @@ def in_this_process(*, cache_gib: int) -> None:
     )
 
 
+def cache_options(*, cache_gib: int) -> dict[str, int | float]:
+    """Of vLLM's `LLM` on a GPU, which several engines share: a cache of `cache_gib` for each.
+
+    On a CPU the environment says it (`in_this_process`), and nothing is left to say.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_gib << 30}
+
+
 def blocks_in_use(llm: Any) -> int:
     """KV blocks out of the pool, the null block aside."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

@@ -7,7 +7,11 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """The processor's name, where the system tells it, and how many of its cores there are."""
+    """The GPU's name; without one the processor's, if the system tells it, and its cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -17,8 +21,14 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of the plugin that is imported, marked when files that matter differ from it."""
+    """The commit of the plugin that is imported, marked when files that matter differ from it.
+
+    A copy without git's own files is told by the variable COMMIT where it came from.
+    """
     import vllm_kvcompress
+
+    if given := os.environ.get("COMMIT"):
+        return given
 
     root = Path(vllm_kvcompress.__file__).parents[1]
 
