@@ -32,12 +32,23 @@ class OnTheDevice(TorchDispatchMode):
 
 @contextmanager
 def nothing_uploaded_or_read():
-    """Making a meta tensor from a list is no upload, so the ways to do it are closed as well."""
+    """Making a meta tensor from a list is no upload, so the ways to do it are closed as well.
+
+    A number that is put into one place of a GPU's tensor is copied from the host, which waits for
+    that; into more than one place it is filled. On the meta device neither is seen.
+    """
+    put = torch.Tensor.__setitem__
 
     def refuse(*args, **options):
         raise AssertionError("a tensor of the host's values")
 
+    def put_nothing_single(tensor, at, value):
+        if not isinstance(value, torch.Tensor) and not tensor[at].dim():
+            raise AssertionError(f"{value} in one place, which is a copy of the host's; fill_ it")
+        put(tensor, at, value)
+
     with pytest.MonkeyPatch.context() as patch, OnTheDevice():
+        patch.setattr(torch.Tensor, "__setitem__", put_nothing_single)
         for owner, name in UPLOADS:
             patch.setattr(owner, name, refuse)
         yield

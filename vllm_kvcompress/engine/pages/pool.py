@@ -178,7 +178,7 @@ class PagePool:
         if request_id in self._slots:
             return
         slot = self._slots[request_id] = self._free.pop()
-        self._first_block[slot] = 0
+        self._first_block[slot].fill_(0)  # a number put there would be copied, and waited for
         self._num_packed[slot] = 0
         if self.thresholds is not None:
             self.thresholds.reset(slot)
@@ -225,7 +225,7 @@ class PagePool:
 
     def advance(self, request_id: str, first_block: int) -> None:
         """From now on the request reads its packed pages, then its blocks from `first_block` on."""
-        self._first_block[self._slots[request_id]] = first_block
+        self._first_block[self._slots[request_id]].fill_(first_block)
 
     def assign(
         self, request_id: str, pages: torch.Tensor, counts: torch.Tensor, first_block: int
@@ -242,7 +242,7 @@ class PagePool:
         self.admit(request_id)
         slot = self._slots[request_id]
         self._reading.add(slot)
-        self._first_block[slot] = first_block
+        self._first_block[slot].fill_(first_block)
         self._num_packed[slot] = counts
         column = torch.arange(self._packed.shape[2], device=pages.device)
         start = counts.cumsum(0) - counts

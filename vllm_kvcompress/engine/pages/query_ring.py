@@ -69,13 +69,13 @@ class QueryRing:
         """From now on the queries of the request in this slot of the page pool are kept."""
         if request not in self._slots:
             slot = self._slots[request] = self._free.pop()
-            self._own[request] = slot
+            self._own[request].fill_(slot)  # a number put there would be copied, and waited for
 
     def release(self, request: int) -> None:
         """They are no longer needed; nothing happens if they were not kept."""
         slot = self._slots.pop(request, None)
         if slot is not None:
-            self._own[request] = 0
+            self._own[request].fill_(0)
             self._free.append(slot)
 
     def follow(

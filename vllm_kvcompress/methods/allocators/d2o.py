@@ -76,7 +76,8 @@ class D2O:
         density, caps = self.densities(variance), variance.new_full((n,), past, dtype=torch.int64)
         fixed = torch.zeros_like(caps)
         for layer in skipped:
-            density[layer], caps[layer], fixed[layer] = torch.inf, 0, whole
+            for kept, value in ((density, torch.inf), (caps, 0), (fixed, whole)):
+                kept[layer].fill_(value)  # a number put there would be copied, and waited for
         weights = (density.amin() - density).exp()
         return fixed + apportion(weights, total - whole * len(skipped), caps, floor)
 
