@@ -130,6 +130,7 @@ def _plan(settings: CompressionConfig, layers: int, tokens: int, page_size: int)
         last=tokens + 2,
         prefilled=prompt,
         standing=0,
+        ending=0,
     )
     return ahead.plan(Holding(num_layers=layers, block_size=page_size), tokens)
 

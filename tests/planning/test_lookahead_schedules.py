@@ -12,6 +12,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def lookahead_of(settings, layers, size, prompt, new):
+    whole = -(-prompt // size)
     return LookAhead(
         settings=settings,
         num_layers=layers,
@@ -19,7 +20,8 @@ def lookahead_of(settings, layers, size, prompt, new):
         prompt=prompt,
         last=prompt + new,
         prefilled=prompt,
-        standing=-(-prompt // size),
+        standing=whole,
+        ending=whole,
     )
 
 

@@ -297,7 +297,7 @@ def _lookahead(
         last=load.prompt + load.output,
         prefilled=load.prompt,
         standing=whole if pieces is None else pieces.most_blocks,
-        ending=None if pieces is None else pieces.ending,
+        ending=whole if pieces is None else pieces.ending,
     )
 
 

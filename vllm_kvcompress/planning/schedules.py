@@ -37,6 +37,11 @@ class AtEnd:
         """Blocks that the prompt holds at most until its end is packed, in its own blocks."""
         return -(-self.whole.tokens // self.whole.block_size)
 
+    @property
+    def ending(self) -> int:
+        """Blocks that the prompt holds when its prefill ends, in its own blocks."""
+        return self.most_blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAhead:
@@ -53,7 +58,7 @@ class LookAhead:
         last: tokens of its longest answer and its prompt.
         prefilled: tokens when its prefill ends, those of an answer that was preempted included.
         standing: blocks that its prefill takes at most.
-        ending: blocks that it holds when its prefill ends; None where those are as many.
+        ending: blocks that it holds when its prefill ends.
         cached: tokens that its prefill found in the prefix cache: of these nobody has the queries.
     """
 
@@ -64,7 +69,7 @@ class LookAhead:
     last: int
     prefilled: int
     standing: int
-    ending: int | None = None
+    ending: int
     cached: int = 0
 
     @property
@@ -164,7 +169,7 @@ class LookAhead:
     def most_blocks(self) -> int:
         """Blocks that the prompt and its answer hold at most until they are packed."""
         behind = -(-self.due // self.block_size) + self.prefilled // -self.block_size
-        return max(self.standing, (self.standing if self.ending is None else self.ending) + behind)
+        return max(self.standing, self.ending + behind)
 
 
 @dataclass(slots=True, kw_only=True)

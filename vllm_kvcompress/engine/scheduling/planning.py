@@ -138,7 +138,7 @@ class Planner:
             last=int(request.num_prompt_tokens + request.max_tokens),
             prefilled=int(request.num_tokens),
             standing=prefill.most_blocks,
-            ending=prefill.ending if isinstance(prefill, EveryPiece) else None,
+            ending=prefill.ending,
         )
         if lookahead.due <= request.num_tokens or lookahead.most_blocks > self.admissions.room:
             return None
