@@ -4,7 +4,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 LIKELY = 20
 """Most likely tokens of each place, by which distributions are compared."""
@@ -40,7 +43,16 @@ def blocks_in_use(llm: Any) -> int:
 
 
 def writing() -> type:
-    """A logits processor of vLLM's interface: a request's next token is the one it is to write."""
+    """A logits processor of vLLM's interface: a request's next token is the one it is to write.
+
+    On a GPU it is of Model Runner V2's interface, which the plugin runs on there.
+    """
+    import torch
+
+    return _writing_on_v2() if torch.cuda.is_available() else _writing_on_v1()
+
+
+def _writing_on_v1() -> type:
     import torch
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
@@ -54,15 +66,44 @@ def writing() -> type:
                 return None
 
             def write(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-                token = text[len(output_ids)]
-                kept = logits[token].clone()
-                logits.fill_(-torch.inf)
-                logits[token] = kept
+                leave_only(logits, text[len(output_ids)])
                 return logits
 
             return write
 
     return Writing
+
+
+def _writing_on_v2() -> type:
+    import torch
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+    class Writing(LogitsProcessor):
+        def __init__(self, vllm_config: Any, req_states: Any) -> None:
+            self._prompts = req_states.prompt_len
+            self._texts: dict[int, list[int]] = {}
+
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            self._texts[req_idx] = (sampling_params.extra_args or {}).get("write") or []
+            return bool(self._texts[req_idx])
+
+        def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+            slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
+            for row, (slot, position) in enumerate(zip(slots, positions, strict=False)):
+                text = self._texts.get(slot)
+                written = position + 1 - int(self._prompts.np[slot])
+                if text and 0 <= written < len(text):
+                    leave_only(logits[row], text[written])
+            return logits
+
+    return Writing
+
+
+def leave_only(logits: "torch.Tensor", token: int) -> None:
+    """Every other token of ``logits [vocabulary]`` is out of the question."""
+    kept = logits[token].clone()
+    logits.fill_(float("-inf"))
+    logits[token] = kept
 
 
 def most_blocks_in_use(llm: Any) -> Callable[[], int]:

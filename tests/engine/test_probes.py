@@ -208,6 +208,41 @@ def poison(llm, layers):
     return poisoned
 
 
+@first_runner
+def test_a_step_that_is_guessed_is_no_step(checkpoints_folder):
+    """A pipeline guesses the next steps while this one admits requests: its probe stays its own.
+
+    One stage runs, and the scheduler goes by two.
+    """
+    model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)
+    config = piecewise("cake", **PROBE, lookahead=40)
+    options = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 512}
+    with engine(model, additional_config=config, **options) as llm:
+        (want,) = llm.generate([prompt], 60)
+        following = llm.scheduler.next_step
+        following._stages, following.pipelined = 2, True
+        guess, guesses = following.blocks, []
+
+        def noting(looking):
+            before = dict(llm.manager.probes._rows)
+            found = guess(looking)
+            assert llm.manager.probes._rows == before
+            guesses.append(max(before.values(), default=0))
+            return found
+
+        following.blocks = noting
+        llm.submit("ahead", tokens(128, seed=1), 200)
+        while not llm.manager.lookaheads:
+            llm.step()
+        llm.submit("r", prompt, 60)
+        for number in range(12):
+            llm.submit(f"short {number}", tokens(9, seed=number), 2)
+            assert not any(name.startswith("r") for name in llm.step())
+        done = llm.drain()
+        assert max(guesses) == ROWS
+    assert [answer for name, answer in done.items() if name.startswith("r")] == [want]
+
+
 def test_log_probabilities_of_a_prompt_know_nothing_of_probes(checkpoints_folder):
     """They come chunk by chunk, and are the same whatever chunks there are."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(300, seed=7)

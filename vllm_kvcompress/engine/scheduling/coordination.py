@@ -109,7 +109,8 @@ class Coordination:
         needed += self._promised(request_id, num_tokens, needed, own)
         if kwargs.get("apply_admission_cap"):
             return needed
-        with_fresh = needed + self.manager.destination_blocks(request_id, num_tokens, own).others
+        tokens = self.manager.probes.without(request_id, num_tokens)
+        with_fresh = needed + self.manager.destination_blocks(request_id, tokens, own).others
         free = int(self.manager.block_pool.get_num_free_blocks())
         return with_fresh if free >= with_fresh else needed
 

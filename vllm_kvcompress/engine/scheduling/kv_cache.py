@@ -24,6 +24,7 @@ from vllm_kvcompress.engine.scheduling.admission import ANSWERED
 from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
 from vllm_kvcompress.engine.scheduling.planning import Planner
+from vllm_kvcompress.engine.scheduling.step_probes import StepProbes
 from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
@@ -58,8 +59,7 @@ class CompressedManager(FullAttentionManager):
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a packed request may enter the prefix cache.
         self._cacheable: dict[str, int] = {}
-        # Rows behind a request's chunk of this step that judge it: they are no tokens of it.
-        self.probes: dict[str, int] = {}
+        self.probes = StepProbes()
         # Of this step: prefills that are watched, requests whose answers judge from it on, those
         # that come to their prefill's last queries, those whose latest attention is added up after
         # it, and those that are packed.
@@ -126,20 +126,19 @@ class CompressedManager(FullAttentionManager):
         if apply_admission_cap:
             # Does the prompt fit at all? In place it always does, and piecewise while it grows.
             prefill = self.planner.schedule_of(self.planner.request(request_id)).prefill
-            if isinstance(prefill, EveryPiece):
-                return min(needed, prefill.most_blocks)
-            return needed
-        return needed + self.destination_blocks(request_id, num_tokens, new_computed_blocks).too_few
+            return min(needed, prefill.most_blocks) if isinstance(prefill, EveryPiece) else needed
+        tokens = self.probes.without(request_id, num_tokens)
+        return needed + self.destination_blocks(request_id, tokens, new_computed_blocks).too_few
 
     def destination_blocks(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock]
     ) -> DestinationBlocks:
-        """What the first packing of a prompt takes, if it is packed once it has `num_tokens`."""
+        """What the first packing of a prompt takes, if it is packed once `num_tokens` are there."""
         if self.planner.has_prefilled(request_id):
             return DestinationBlocks(0, 0)
         request = self.planner.request(request_id)
         # beyond these are drafts, which are not of the prompt
-        num_tokens = min(num_tokens - self.probes.get(request_id, 0), int(request.num_tokens))
+        num_tokens = min(num_tokens, int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, later = schedule.plan(num_tokens), num_tokens < int(request.num_tokens)
         if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
@@ -170,7 +169,7 @@ class CompressedManager(FullAttentionManager):
         if reason:
             self.tally.skipped[reason] += 1
         request = self.planner.request(request_id)
-        tokens = min(num_tokens - self.probes.get(request_id, 0), int(request.num_tokens))
+        tokens = min(self.probes.without(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, ends = schedule.plan(tokens), tokens >= int(request.num_tokens)
         if ends:

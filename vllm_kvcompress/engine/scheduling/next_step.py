@@ -37,22 +37,28 @@ class NextStep:
         """
         running: list[Request] = self._scheduler.running
         ends = {request.request_id: int(request.num_computed_tokens) for request in running}
+        rows = dict(ends)
         waiting = {name for name in looking if name in ends}
         destinations, steps = 0, 0
         while steps < self._stages or waiting:
-            destinations += self._go_through(running, ends, waiting)
+            destinations += self._go_through(running, ends, rows, waiting)
             steps += 1
         return destinations + sum(
-            self._coordination.missing(request_id, tokens) for request_id, tokens in ends.items()
+            self._coordination.missing(request_id, most) for request_id, most in rows.items()
         )
 
     def _go_through(
-        self, running: Iterable[Request], ends: dict[str, int], waiting: set[str]
+        self,
+        running: Iterable[Request],
+        ends: dict[str, int],
+        rows: dict[str, int],
+        waiting: set[str],
     ) -> int:
         """Take every request a step further; returns destination blocks of what is packed then.
 
         Args:
             ends: by request, tokens computed by then.
+            rows: by request, those that it has had blocks for, a probe's rows among them.
             waiting: those that were in no step yet.
         """
         scheduler, destinations = self._scheduler, 0
@@ -68,17 +74,18 @@ class NextStep:
             if longest <= 0:
                 waiting.discard(request_id)
                 continue
-            new = min(max(known - computed, 1), longest, cap, room)
+            new, probe = min(max(known - computed, 1), longest, cap, room), 0
             if new > 1:
-                new = int(scheduler._reserve_prefill_lookahead(request, computed, new))
+                new, probe = scheduler.step_of(request, computed, new)
             if new <= 0:
                 continue
             ends[request_id] = computed + self._with_drafts(request, computed, new, known)
+            rows[request_id] = max(rows[request_id], ends[request_id] + probe)
             waiting.discard(request_id)
             taken = self._manager.destination_blocks(request_id, computed + new, ())
             destinations += taken.too_few + taken.others
             # a limit per chunk depends on who waits, so what it leaves to others is not known
-            room -= new if cap >= room else 1
+            room -= new + probe if cap >= room else 1
         return destinations
 
     def _with_drafts(self, request: Request, computed: int, new: int, known: int) -> int:

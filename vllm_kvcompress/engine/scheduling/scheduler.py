@@ -100,30 +100,39 @@ class _Compressing:
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """How long a step is: that of a prompt in pieces ends at a boundary, with the probe's rows
-        behind it, and no draft goes beyond the end of a look-ahead.
+        """How many rows of a request are scheduled, a probe's among them."""
+        tokens, probe = self.step_of(request, num_computed_tokens, num_new_tokens)
+        self.compressed_manager.probes.note(request.request_id, probe)
+        return tokens + probe
+
+    def step_of(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> tuple[int, int]:
+        """How long a request's step is, of so many tokens at most, and the rows of its probe.
+
+        That of a prompt in pieces ends at a boundary, with the probe behind it, and no draft goes
+        beyond the end of a look-ahead. Nothing is noted: steps that are only guessed ask too.
         """
         tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        manager = self.compressed_manager
-        schedule, probe = manager.planner.schedule_of(request), 0
+        schedule, probe = self.compressed_manager.planner.schedule_of(request), 0
         if schedule.prefilled:
             ahead = schedule.lookahead
             end = None if ahead is None else ahead.next_end(num_computed_tokens)
             tokens = tokens if end is None else min(tokens, end - num_computed_tokens)
         elif isinstance(pieces := schedule.prefill, EveryPiece):
             tokens, probe = pieces.chunk(schedule.holding, num_computed_tokens, tokens)
-        manager.probes[request.request_id] = probe
-        return tokens + probe
+        return tokens, probe
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Rows of a probe were scheduled, and are not computed: their place is the next tokens'."""
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        probes = self.compressed_manager.probes
         for request_id in scheduler_output.num_scheduled_tokens:
-            if probe := self.compressed_manager.probes.get(request_id, 0):
+            if probe := probes.rows(request_id):
                 self.requests[request_id].num_computed_tokens -= probe  # type: ignore[attr-defined]
-        self.compressed_manager.probes.clear()
+        probes.clear()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, with its plan.
@@ -135,8 +144,6 @@ class _Compressing:
             raise SeamError(self._lost)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         plan = self.compressed_manager.take_step(self.next_step)
-        # what it asked about the next step was no step
-        self.compressed_manager.probes.clear()
         attach_plan(output, plan)
         self._handed_out.append((output, plan))
         if self.compressed_manager.settings.usage:
