@@ -129,8 +129,6 @@ def _plan(settings: CompressionConfig, layers: int, tokens: int, page_size: int)
         prompt=prompt,
         last=tokens + 2,
         prefilled=prompt,
-        standing=0,
-        ending=0,
     )
     return ahead.plan(Holding(num_layers=layers, block_size=page_size), tokens)
 

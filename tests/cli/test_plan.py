@@ -184,16 +184,6 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
     assert "must fit" not in text.stdout
 
 
-def test_what_a_prompt_in_pieces_holds_and_what_would_hold_more(run, tiny):
-    flags = ["--len", 2000, "--max-tokens", 70, "--kv-budget", 0.2, "--kv-compress", "snapkv"]
-    flags += [*HERE, "--kv-min-prompt", 500, "--kv-piece", 256, "--kv-max-whole"]
-    scarce, roomy = (run("plan", tiny, *flags, whole).stdout for whole in (700, 1088))
-    assert "holds 400 tokens until its end, and then keeps 400" in " ".join(scarce.split())
-    assert "--kv-max-whole 1088 would hold twice the budget" in " ".join(scarce.split())
-    assert "holds 800 tokens until its end, and then keeps 400." in " ".join(roomy.split())
-    assert "twice the budget" not in roomy
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

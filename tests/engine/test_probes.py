@@ -169,7 +169,6 @@ def record_inputs(llm):
     return fed
 
 
-@first_runner
 def test_nothing_reads_what_a_probe_wrote(checkpoints_folder):
     """Neither the next chunks, however short, nor another request that finds its blocks."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)

@@ -10,7 +10,9 @@ import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import WINDOWS, Replay, rounded
+from vllm_kvcompress.engine.startup import configure
 from vllm_kvcompress.planning.pieces import EveryPiece
+from vllm_kvcompress.settings.config import CompressionConfig
 
 METHODS = [
     *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
@@ -235,3 +237,14 @@ def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(check
         most = request.num_tokens - 1
         assert planner.longest_hit(request, most) == pieces.first_end - 1 < most
         llm.drain()
+
+
+@first_runner
+@pytest.mark.parametrize(("piece", "warned"), [(2048, False), (2176, True), (4096, True)])
+def test_a_piece_that_leaves_no_room_is_warned_of(piece, warned, monkeypatch):
+    said = []
+    monkeypatch.setattr(configure.logger, "warning", lambda text, *of: said.append(text % of))
+    settings = CompressionConfig.parse({"compress": "cake", "max_whole": 4096, "piece": piece})
+    configure._log_settings(settings, prefix_caching=False)
+    assert [line for line in said if "set --kv-piece to 1024" in line] == said
+    assert len(said) == warned

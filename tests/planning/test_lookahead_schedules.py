@@ -12,7 +12,6 @@ from vllm_kvcompress.settings.config import CompressionConfig
 
 
 def lookahead_of(settings, layers, size, prompt, new):
-    whole = -(-prompt // size)
     return LookAhead(
         settings=settings,
         num_layers=layers,
@@ -20,8 +19,6 @@ def lookahead_of(settings, layers, size, prompt, new):
         prompt=prompt,
         last=prompt + new,
         prefilled=prompt,
-        standing=whole,
-        ending=whole,
     )
 
 
@@ -86,9 +83,8 @@ def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
     assert pieces.ending == packed + -(-prompt // size) - holding.first_block
     # where its end leaves room for them, its answer's tokens take no more than its pieces did
     ahead = lookahead_of(own, layers, size, prompt, 500)
-    ahead = replace(ahead, standing=pieces.most_blocks, ending=pieces.ending)
     end = packed + -(-(prompt + m) // size) - holding.first_block
-    assert ahead.most_blocks == max(pieces.most_blocks, end)
+    assert ahead.held_blocks(pieces.ending) == end
     held = holding.pages_at((prompt + m) // size)
     plan = ahead.plan(holding, prompt + m)
     assert plan is not None

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.memory import Sizes, _most_pages
+from vllm_kvcompress.planning.obstacles import why_no_room_for_probe
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -99,6 +101,33 @@ def test_the_pool_that_one_request_needs(case):
         pieces = pieces_of(own, layers, size, tokens)
         needed = -(-tokens // size) if pieces is None else pieces.most_blocks
         assert needed <= most
+
+
+@prop
+@given(prompts())
+def test_room_is_set_aside_for_all_that_is_held(case):
+    """Of every prompt up to the longest, between its pieces and once it has ended."""
+    own, layers, size, longest = case
+    sizes = Sizes(
+        layers=layers, heads=1, kv_heads=1, head_dim=1, itemsize=1, longest=longest,
+        block_size=size, max_requests=1,
+    )  # fmt: skip
+    most = _most_pages(sizes, own, own)
+    for tokens in {own.max_whole + 1, longest // 2, longest - 1, longest}:
+        pieces = pieces_of(own, layers, size, tokens) if 0 < tokens <= longest else None
+        if pieces is not None:
+            assert pieces.held_pages <= most
+
+
+def test_drafts_take_room_that_a_probe_needs():
+    """Of 4 requests 3 may answer, each with a token and 2 drafts."""
+    own = config(compress="cake", max_whole=4096, piece=1024, probe=32)
+    flag = "--max-num-batched-tokens"
+    assert why_no_room_for_probe(own, 4, 0, (flag, 36)) is None
+    assert why_no_room_for_probe(own, 4, 2, (flag, 42)) is None
+    reason = why_no_room_for_probe(own, 4, 2, (flag, 41))
+    assert "a token of each request and its drafts" in reason
+    assert f"set {flag} to at least 42, got 41, or lower --max-num-seqs" in reason
 
 
 @prop

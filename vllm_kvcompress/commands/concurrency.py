@@ -19,7 +19,7 @@ from vllm_kvcompress.planning.memory import (
     sums_per_block,
     table_bytes,
 )
-from vllm_kvcompress.planning.pieces import EveryPiece, pieces_of
+from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
@@ -48,7 +48,8 @@ class Blocks:
     """Blocks that one request holds.
 
     Args:
-        prefill: at the end of its prefill, when it must be there as a whole, and of a look-ahead.
+        prefill: the most until its prompt is packed, so that it must be there once.
+        looking: at the end of a look-ahead; as while decoding where there is none.
         decoding: once its prompt is packed: after the step that ends its prefill, or its
             look-ahead.
         end: the most while it answers: with the last token, or where answers are bounded before
@@ -57,6 +58,7 @@ class Blocks:
     """
 
     prefill: int
+    looking: int
     decoding: int
     end: int
     mean: float
@@ -97,10 +99,10 @@ class Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPieces:
-    """Tokens that a layer holds between pieces, and the `max_whole` for twice the budget."""
+    """Tokens that a layer holds between pieces, and a `max_whole` that holds twice the budget."""
 
     held_tokens: float
-    roomy: int
+    roomy: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,16 +260,19 @@ def forecast(
         pool_on=pools[1],
         worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
         group=sizes.groups.size if sizes.groups is not None and sizes.groups.windowed else None,
-        in_pieces=_in_pieces(settings, sizes, load),
+        in_pieces=_in_pieces(settings, sizes, load, blocks),
     )
 
 
-def _in_pieces(settings: CompressionConfig, sizes: Sizes, load: Load) -> InPieces | None:
+def _in_pieces(
+    settings: CompressionConfig, sizes: Sizes, load: Load, blocks: int | None
+) -> InPieces | None:
     pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt)
     if pieces is None or not settings.enabled:
         return None
-    held = pieces.held_pages * sizes.block_size / sizes.layers
-    return InPieces(held_tokens=held, roomy=pieces.roomy)
+    held, roomy = pieces.held_pages * sizes.block_size / sizes.layers, pieces.roomy
+    helps = roomy < load.prompt and (blocks is None or -(-roomy // sizes.block_size) < blocks)
+    return InPieces(held_tokens=held, roomy=roomy if helps else None)
 
 
 def _plan(
@@ -280,15 +285,12 @@ def _plan(
     pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt)
     whole = _left_whole(settings, load, plan) if pieces is None else None
     if whole is None and plan is not None and settings.resolved_lookahead:
-        ahead = _lookahead(settings, sizes, load, pieces)
+        ahead = _lookahead(settings, sizes, load)
         plan = ahead.kept(Holding(num_layers=sizes.layers, block_size=sizes.block_size), ahead.due)
     return (plan, None) if whole is None else (None, whole)
 
 
-def _lookahead(
-    settings: CompressionConfig, sizes: Sizes, load: Load, pieces: EveryPiece | None
-) -> LookAhead:
-    whole = -(-load.prompt // sizes.block_size)
+def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Load) -> LookAhead:
     return LookAhead(
         settings=settings,
         num_layers=sizes.layers,
@@ -296,8 +298,6 @@ def _lookahead(
         prompt=load.prompt,
         last=load.prompt + load.output,
         prefilled=load.prompt,
-        standing=whole if pieces is None else pieces.most_blocks,
-        ending=whole if pieces is None else pieces.ending,
     )
 
 
@@ -305,8 +305,7 @@ def _kept_tokens(load: Load, plan: PagePlan | None) -> float:
     """Tokens of the prompt that a layer keeps, without those of the answer beside them."""
     if plan is None:
         return load.prompt
-    answered = plan.tokens - load.prompt
-    return plan.pages * plan.block_size / plan.num_layers + plan.tail - answered
+    return plan.pages * plan.block_size / plan.num_layers + plan.tail - (plan.tokens - load.prompt)
 
 
 def _most_demanding(settings: CompressionConfig, sizes: Sizes, load: Load) -> tuple[str, Blocks]:
@@ -349,14 +348,15 @@ def _blocks(
     dropped = 0 if plan is None else plan.full_blocks - plan.blocks
     prefill, end = -(-load.prompt // block), -(-load.cached // block) - dropped
     packed_at = load.prompt if plan is None else plan.tokens
-    decoding = -(-packed_at // block) - dropped
-    pieces = None
+    looking = decoding = -(-packed_at // block) - dropped
+    pieces, ending = None, prefill
     if settings is not None and settings.enabled:
         pieces = pieces_of(settings, sizes.layers, block, load.prompt)
     if pieces is not None:
-        prefill = pieces.most_blocks
+        prefill, ending = pieces.most_blocks, pieces.ending
     if settings is not None and packed_at > load.prompt:
-        prefill = _lookahead(settings, sizes, load, pieces).most_blocks
+        looking = _lookahead(settings, sizes, load).held_blocks(ending)
+        prefill = max(prefill, looking)
     ahead = packed_at - load.prompt
     if settings is not None and settings.enabled and settings.decode_budget is not None:
         holding = Holding(num_layers=sizes.layers, block_size=block)
@@ -368,9 +368,10 @@ def _blocks(
         end = answer.most_blocks(holding, packed=packed, tokens=load.cached)
     return Blocks(
         prefill=prefill + sizes.windowed_blocks(load.prompt, sizes.in_flight),
+        looking=looking + sizes.windowed_blocks(load.prompt),
         decoding=decoding + sizes.windowed_blocks(load.prompt),
         end=end + sizes.windowed_blocks(load.cached),
-        mean=(ahead * prefill + (load.output - ahead) * (decoding + end) / 2) / load.output
+        mean=(ahead * looking + (load.output - ahead) * (decoding + end) / 2) / load.output
         + sizes.windowed_blocks(load.cached),
     )
 

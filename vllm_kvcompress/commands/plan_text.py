@@ -110,7 +110,7 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
 def _held(forecast: Forecast, lookahead: int) -> str:
     on, output = forecast.on, forecast.load.output
     return (
-        f"For {lookahead:,} of {output:,} tokens of its answer a request holds {on.prefill:,}"
+        f"For {lookahead:,} of {output:,} tokens of its answer a request holds {on.looking:,}"
         f" blocks, not {on.decoding:,}. --kv-lookahead-yields says what gives way when the pool is"
         " short."
     )
@@ -123,10 +123,10 @@ def _in_pieces(forecast: Forecast, pieces: InPieces) -> str:
     )
     if pieces.held_tokens >= 2 * forecast.kept_tokens:
         return line
-    return (
-        f"{line} What a piece drops is lost before the answer asks for it: --kv-max-whole"
-        f" {pieces.roomy} would hold twice the budget."
-    )
+    lost = f"{line} What a piece drops is lost before the answer asks for it"
+    if pieces.roomy is None:
+        return f"{lost}, and no --kv-max-whole below its length that fits would hold twice that."
+    return f"{lost}: --kv-max-whole {pieces.roomy} would hold twice the budget."
 
 
 def _worst(forecast: Forecast, worst: Worst) -> str:

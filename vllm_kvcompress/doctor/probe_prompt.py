@@ -51,7 +51,6 @@ class Limits:
         plan = self.settings.page_plan(self.layers, tokens, self.block_size)
         if plan is None or not self.settings.resolved_lookahead:
             return plan
-        whole = -(-tokens // self.block_size)
         lookahead = LookAhead(
             settings=self.settings,
             num_layers=self.layers,
@@ -59,8 +58,6 @@ class Limits:
             prompt=tokens,
             last=tokens + self.answer,
             prefilled=tokens,
-            standing=whole,
-            ending=whole,
         )
         return lookahead.kept(self._nothing_packed(), lookahead.due)
 

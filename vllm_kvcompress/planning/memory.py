@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
@@ -284,8 +284,13 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
             return 0
         prompt = variant.variant(budget=budget).prompt(sizes.layers, sizes.longest)
         plan = page_plan(prompt, sizes.block_size)
-        return otherwise if plan is None else min(plan.pages + ahead, every)
+        if plan is None:
+            return otherwise
+        # at a boundary inside there is no tail, whose tokens the others' pages keep
+        kept = pages_kept(prompt, 0, sizes.block_size) if piecewise else plan.pages
+        return min(kept + ahead, every)
 
+    piecewise = settings.max_whole is not None and sizes.longest > settings.max_whole
     # what an answer wrote while its prompt stood whole is packed with it
     ahead = sizes.layers * -(-variant.resolved_lookahead // sizes.block_size)
     budgets = largest_budgets(settings, variant.compress)
@@ -293,7 +298,7 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
     page_counts = [pages(budget, 0) for budget in budgets.granted]
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
-    if settings.max_whole is not None and sizes.longest > settings.max_whole:
+    if settings.max_whole is not None and piecewise:
         # a prompt without tokens has no probe
         held = (settings.max_whole - settings.piece) // sizes.block_size
         page_counts.append(sizes.layers * held)

@@ -57,8 +57,6 @@ class LookAhead:
         prompt: tokens of the prompt, S.
         last: tokens of its longest answer and its prompt.
         prefilled: tokens when its prefill ends, those of an answer that was preempted included.
-        standing: blocks that its prefill takes at most.
-        ending: blocks that it holds when its prefill ends.
         cached: tokens that its prefill found in the prefix cache: of these nobody has the queries.
     """
 
@@ -68,8 +66,6 @@ class LookAhead:
     prompt: int
     last: int
     prefilled: int
-    standing: int
-    ending: int
     cached: int = 0
 
     @property
@@ -165,11 +161,13 @@ class LookAhead:
         """
         return None if holding.pages else self.kept(holding, tokens, least=self.prompt // 2)
 
-    @property
-    def most_blocks(self) -> int:
-        """Blocks that the prompt and its answer hold at most until they are packed."""
-        behind = -(-self.due // self.block_size) + self.prefilled // -self.block_size
-        return max(self.standing, self.ending + behind)
+    def held_blocks(self, ending: int) -> int:
+        """Blocks that the prompt and its answer hold when they are packed, in their own blocks.
+
+        Args:
+            ending: blocks that the prompt holds when its prefill ends.
+        """
+        return ending + -(-self.due // self.block_size) + self.prefilled // -self.block_size
 
 
 @dataclass(slots=True, kw_only=True)

@@ -137,10 +137,9 @@ class Planner:
             prompt=int(request.num_prompt_tokens),
             last=int(request.num_prompt_tokens + request.max_tokens),
             prefilled=int(request.num_tokens),
-            standing=prefill.most_blocks,
-            ending=prefill.ending,
         )
-        if lookahead.due <= request.num_tokens or lookahead.most_blocks > self.admissions.room:
+        most = max(prefill.most_blocks, lookahead.held_blocks(prefill.ending))
+        if lookahead.due <= request.num_tokens or most > self.admissions.room:
             return None
         return lookahead
 
