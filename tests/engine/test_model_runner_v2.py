@@ -16,8 +16,8 @@ FILES = [
     for name in (
         *("invariance", "traps", "sharing", "blocks"),
         *("identity", "features", "methods", "reference", "lost_plans"),
-        *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces"),
-        *("ngram", "cuda_backends", "lookahead", "lookahead_leavers"),
+        *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces", "probes"),
+        *("ngram", "cuda_backends", "lookahead", "lookahead_leavers", "written_answers"),
         *(["quantised"] if AVX512 else []),
     )
 ]
