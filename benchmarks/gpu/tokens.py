@@ -2,7 +2,8 @@
 
 For each attention backend, eager and with graphs, two engines answer the same prompts. What must be
 equal to the token: budget 1.0, prompts under the threshold, and the first token at any budget.
-FULL graphs by vLLM's own log are looked at with graphs, host syncs on the default of CUDA.
+FULL graphs by vLLM's own log are looked at with graphs, host syncs on the default of CUDA. On that,
+once more, with prompts in pieces, look-aheads and bounded answers.
 """
 
 import random
@@ -33,6 +34,12 @@ DRY_SHORT, DRY_LONG = (20, 130), (300, 420)
 MIN_PROMPT = 256
 NEW = 48  # tokens of an answer
 DECODES = 40  # steps whose graphs are looked at
+FEATURES = {"lookahead": 32, "max_whole": 2048, "piece": 512}
+FEATURES |= {"decode_budget": 512, "decode_interval": 128}
+BOUNDED = 600  # tokens of an answer that is packed again
+DRY_FEATURES = {"lookahead": 8, "max_whole": 256, "piece": 96, "window": 8}
+DRY_FEATURES |= {"decode_budget": 64, "decode_interval": 32}
+DRY_BOUNDED = 80
 
 
 def settings(method: str, budget: float | int, *, least: int = MIN_PROMPT) -> dict[str, Any]:
@@ -94,10 +101,23 @@ def every_backend(report: Report, model: str, short: list[TokenIds], long: list[
                 full[backend, mode] = pair.check_all(short, long)
         except Exception as e:  # the other pairs may still run
             report.failed(f"{backend}, {mode}", f"{type(e).__name__}: {e}")
+    every_feature(report, model, long)
     for (backend, mode), answers in full.items():  # bfloat16 need not agree
         share = equal_tokens(full.get(DEFAULT, answers), answers)
         where = f"{backend}, {mode}"
         report.row("full cache against the default's", where=where, equal_tokens=share)
+
+
+def every_feature(report: Report, model: str, long: list[TokenIds]) -> None:
+    """What an engine must be started with: the default of CUDA does it all at once."""
+    dry = report.dry
+    backend, mode = DRY_BACKENDS[0] if dry else DEFAULT
+    chosen = settings("cake-chunk", 0.2) | (DRY_FEATURES if dry else FEATURES)
+    try:
+        with both(model, chosen, **options(backend, mode, dry=dry)) as (off, on):
+            Pair(report, backend, f"{mode}, all features", off, on).check_features(long)
+    except Exception as e:
+        report.failed(f"{backend}, all features", f"{type(e).__name__}: {e}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +151,24 @@ class Pair:
             self._at_budget(budget, long, alone)
         self._use(settings("cake", 0.1))
         if (self.backend, self.mode) == DEFAULT or dry:
-            self._syncs(long)
+            self._syncs(long, 4 if dry else 16)
         if self.mode == GRAPHS or dry:
             self._graphs(long)
         return [answer["ids"] for answer in full]
+
+    def check_features(self, long: list[TokenIds]) -> None:
+        """Prompts in pieces that their answers judge, which are bounded: no waits, FULL graphs."""
+        new = DRY_BOUNDED if self.report.dry else BOUNDED
+        before = self.on.ask("compressed")
+        answers = [
+            engine.ask("answer", prompts=long, tokens=new, alone=False)
+            for engine in (self.off, self.on)
+        ]
+        firsts = [[x | {"ids": x["ids"][:1]} for x in some] for some in answers]
+        self._same("first tokens", *firsts)
+        self._count("compressed", self.on.ask("compressed") - before, len(long))
+        self._syncs(long, new)
+        self._graphs(long)
 
     def _use(self, chosen: dict[str, Any]) -> None:
         self.on.ask("configure", settings=chosen)
@@ -165,9 +199,8 @@ class Pair:
         share = equal_tokens(*([x["ids"] for x in some] for some in (full, answers)))
         self.report.row("texts at a budget", where=self.where, budget=budget, equal_tokens=share)
 
-    def _syncs(self, long: list[TokenIds]) -> None:
+    def _syncs(self, long: list[TokenIds], new: int) -> None:
         """What prefills, compressions and decodes make the host wait for, against vLLM alone."""
-        new = 4 if self.report.dry else 16
         off, on = (e.ask("syncs", prompts=long, tokens=new) for e in (self.off, self.on))
         for name, seen in (("vLLM", off), ("plugin", on)):
             self.report.row("host syncs in the worker's steps", engine=name, **seen)

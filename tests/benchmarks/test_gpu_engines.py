@@ -51,6 +51,16 @@ def test_dry_run_of_the_tokens(monkeypatch, tmp_path):
     assert checks["compressed at 0.5"]["figure"] == len(tokens.DRY_LONG)
     assert checks["plugin: decode steps in FULL graphs"]["result"] == "dry"
     assert checks["requests compressed while syncs were counted"]["result"] == "pass"
+    every = "CPU_ATTN, eager, all features: "
+    assert [name for name in checks if name.startswith(every)] == [
+        every + name
+        for name in (
+            *("first tokens: share of equal tokens", "compressed"),
+            *("requests compressed while syncs were counted", "host syncs made by the plugin"),
+            "host syncs more than without the plugin",
+            *("vLLM: decode steps in FULL graphs", "plugin: decode steps in FULL graphs"),
+        )
+    ]
     assert [row["engine"] for row in found["tables"]["engines"]] == ["vLLM", "plugin"]
 
 
