@@ -154,7 +154,7 @@ def alone(checkpoints_folder):
         ),
         pytest.param({"enable_prefix_caching": False}, marks=first_runner, id="batch"),
         pytest.param({"async_scheduling": True}, id="async"),
-        pytest.param({"blocks": 22}, marks=first_runner, id="preempted"),
+        pytest.param({"blocks": 24}, marks=first_runner, id="preempted"),
     ],
 )
 def test_a_prompt_depends_on_its_own_tokens(more, alone, checkpoints_folder, keep_async_scheduling):

@@ -62,11 +62,10 @@ def test_what_is_held_stays_within_its_bound(case):
     assert most <= max(own.max_whole // size, kept + piece_and_probe)
     assert first < tokens
     while computed < tokens:
-        start = computed
-        chunk, probe = pieces.chunk(holding, start, tokens - start)
-        computed += chunk
-        assert start < computed <= max(start + own.piece, first)
+        start, computed = computed, pieces.next_end(computed)
+        assert start < computed <= start + own.piece
         assert computed % own.piece == 0 or computed == tokens
+        probe = pieces.chunk(holding, start, tokens - start)[1]
         assert packed + -(-(computed + probe) // size) - holding.first_block <= most
         for inside in range(start + 1, computed):
             assert pieces.plan(holding, inside) is None

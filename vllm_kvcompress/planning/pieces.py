@@ -64,15 +64,12 @@ class EveryPiece:
         """Tokens of the chunk that starts behind `computed`, and rows of the probe behind them.
 
         Where a step has no room for the probe too, it ends before the boundary. So what judges does
-        not depend on what else is computed. Boundaries at which nothing can be packed yet are
-        passed.
+        not depend on what else is computed.
 
         Args:
             room: rows that the step has.
         """
-        end, piece = self.next_end(computed), self.settings.piece
-        if not holding.pages:
-            end = max(end, min((computed + room) // piece * piece, self.first_end))
+        end = self.next_end(computed)
         probe = 0 if self.plan(holding, end) is None else self.probe(end)
         if room >= end - computed + probe:
             return end - computed, probe
