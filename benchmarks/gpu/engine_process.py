@@ -115,6 +115,24 @@ class Engine:
         self._begun: set[str] = set()  # requests that have a token
         self._alive: list[str] = []
         self._submitted = 0
+        self._packings = {"pieces packed": 0, "judged by answers": 0, "answers packed again": 0}
+        if settings:
+            self._manager.tally = self._noting()
+
+    def _noting(self) -> Any:
+        """Counts what is packed, for the plugin as before and for `packings`."""
+        from vllm_kvcompress.engine.scheduling.tally import Tally
+
+        found = self._packings
+
+        class Noting(Tally):
+            def pack(self, pack: Any, returned: int, **more: Any) -> None:
+                found["answers packed again"] += not pack.prefill
+                found["judged by answers"] += pack.prefill and bool(pack.answered)
+                found["pieces packed"] += pack.prefill and not (pack.ends or pack.cut)
+                super().pack(pack, returned, **more)
+
+        return Noting()
 
     def about(self) -> dict[str, Any]:
         """Which parts of vLLM are at work."""
@@ -140,6 +158,10 @@ class Engine:
     def compressed(self) -> int:
         """Requests compressed so far."""
         return int(getattr(getattr(self._worker, "compressor", None), "compressed", 0))
+
+    def packings(self) -> dict[str, int]:
+        """How often prompts were packed inside, or once answers had judged them, and answers."""
+        return dict(self._packings)
 
     # -- texts ---------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def test_what_it_holds_and_what_would_hold_more(said):
 )
 def test_nothing_is_named_that_cannot_help(said, flags):
     text = said("--kv-max-whole", 700, *flags)
-    assert "no --kv-max-whole below its length that fits would hold twice that" in text
+    assert "a smaller --kv-piece holds more." in text
     assert "would hold twice the budget" not in text
 
 

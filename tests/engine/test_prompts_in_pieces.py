@@ -10,9 +10,8 @@ import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import WINDOWS, Replay, rounded
-from vllm_kvcompress.engine.startup import configure
+from vllm_kvcompress.engine.scheduling import scheduler
 from vllm_kvcompress.planning.pieces import EveryPiece
-from vllm_kvcompress.settings.config import CompressionConfig
 
 METHODS = [
     *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
@@ -240,11 +239,13 @@ def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(check
 
 
 @first_runner
-@pytest.mark.parametrize(("piece", "warned"), [(2048, False), (2176, True), (4096, True)])
-def test_a_piece_that_leaves_no_room_is_warned_of(piece, warned, monkeypatch):
+@pytest.mark.parametrize(("piece", "warned"), [(96, True), (32, False)])
+def test_a_start_says_that_little_is_held(piece, warned, checkpoints_folder, monkeypatch):
+    """A tenth of 1,023 tokens is 102, and 160 are fewer than twice as many."""
     said = []
-    monkeypatch.setattr(configure.logger, "warning", lambda text, *of: said.append(text % of))
-    settings = CompressionConfig.parse({"compress": "cake", "max_whole": 4096, "piece": piece})
-    configure._log_settings(settings, prefix_caching=False)
-    assert [line for line in said if "set --kv-piece to 1024" in line] == said
+    monkeypatch.setattr(scheduler.logger, "warning", lambda text, *of: said.append(text % of))
+    config = piecewise("snapkv", 0.1, max_whole=288, piece=piece)
+    with engine(make("llama-gqa", checkpoints_folder), additional_config=config, **IN_CHUNKS):
+        pass
+    assert [line for line in said if "holds 160 in each layer, and keeps 95" in line] == said
     assert len(said) == warned

@@ -127,7 +127,7 @@ def test_drafts_take_room_that_a_probe_needs():
     assert why_no_room_for_probe(own, 4, 2, (flag, 42)) is None
     reason = why_no_room_for_probe(own, 4, 2, (flag, 41))
     assert "a token of each request and its drafts" in reason
-    assert f"set {flag} to at least 42, got 41, or lower --max-num-seqs" in reason
+    assert f"set {flag} to at least 42, got 41, or lower --max-num-seqs, the drafts," in reason
 
 
 @prop

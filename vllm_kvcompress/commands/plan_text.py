@@ -125,7 +125,7 @@ def _in_pieces(forecast: Forecast, pieces: InPieces) -> str:
         return line
     lost = f"{line} What a piece drops is lost before the answer asks for it"
     if pieces.roomy is None:
-        return f"{lost}, and no --kv-max-whole below its length that fits would hold twice that."
+        return f"{lost}: a smaller --kv-piece holds more."
     return f"{lost}: --kv-max-whole {pieces.roomy} would hold twice the budget."
 
 

@@ -83,7 +83,7 @@ def why_no_room_for_probe(
             return (
                 f"a step must have room for {whose}, for --kv-probe-first and for --kv-probe behind"
                 f" it; set {flag} to at least {least}, got {room}, or lower"
-                + ("" if alone else " --max-num-seqs,")
+                + ("" if alone else f" --max-num-seqs,{' the drafts,' if drafts else ''}")
                 + " --kv-probe-first or --kv-probe"
             )
     return None

@@ -125,7 +125,8 @@ class Coordination:
         promised = lookaheads.promised(free - needed, {block.block_id for block in touched})
         if self.manager.planner.request(request_id).status == RequestStatus.RUNNING:
             return promised
-        return promised + lookaheads.withheld(request_id, tokens)
+        own = self.manager.probes.without(request_id, tokens)
+        return promised + lookaheads.withheld(request_id, own)
 
     def missing(self, request_id: str, tokens: int) -> int:
         """Blocks that a running request takes at most, of all groups, to have `tokens` computed."""

@@ -118,7 +118,10 @@ class NextStep:
         steps = self._stages - 1
         chunks = steps * self._longest_chunk(int(self._scheduler.max_num_scheduled_tokens))
         end = tokens + min(chunks, max(int(request.num_tokens) - tokens, steps))
-        taken = self._manager.destination_blocks(request_id, end, ())
+        prefill = self._manager.planner.schedule_of(request).prefill
+        # it is packed for the first time at its end, or where one in pieces holds too much
+        first = min(prefill.first_end, end) if isinstance(prefill, EveryPiece) else end
+        taken = self._manager.destination_blocks(request_id, max(first, tokens), ())
         more = self._coordination.missing(request_id, end)
         return more - self._coordination.missing(request_id, tokens) + taken.too_few + taken.others
 

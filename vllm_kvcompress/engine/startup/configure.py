@@ -114,13 +114,6 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
             settings.piece,
             _judges(settings),
         )
-        if settings.max_whole < 2 * settings.piece:
-            logger.warning(
-                "--kv-piece should be a quarter of --kv-max-whole, which is %d, got %d: a prompt"
-                " holds little more than its budget between pieces, and its answer changes more;"
-                " set --kv-piece to %d",
-                *(settings.max_whole, settings.piece, max(settings.max_whole // 512, 1) * 128),
-            )
     for variant in settings.variants:
         parts = variant.parts
         if parameters := published(parts.allocator, settings.model, variant.budget):
