@@ -3,7 +3,8 @@
     python -m benchmarks.pieces_picture benchmarks/results/pieces_qwen2_*.json \\
         --out benchmarks/results/pieces.png
 
-Two panels: the seconds until the first token, and the most blocks at once. A line for each engine.
+Two panels: the seconds until the first token, and the most blocks at once. A line for each engine
+that was measured at two lengths or more.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 _INK, _QUIET = "#1f2933", "#616e7c"
 _COLORS = ("#616e7c", "#b5342f", "#2171b5", "#d9730d", "#3f9b5f")
@@ -38,7 +39,7 @@ def name_of(engine: str) -> str:
     if not piece.isdigit():
         return {"off": "vLLM alone", "whole": "compressed whole"}[piece]
     judge = "judged by themselves" if probe == "0" else "judged by the prompt's ends"
-    held = f", of {int(whole):,} held" if whole else ""
+    held = f" in {int(whole):,} tokens" if whole else ""
     return f"pieces of {int(piece):,}{held}, {judge}"
 
 
@@ -49,7 +50,9 @@ def save_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
     lengths = sorted({result["shapes"]["tokens"] for result in results})
     for number, (figure, title) in enumerate(_PANELS, 1):
         axes = drawn.add_subplot(1, len(_PANELS), number)
-        for color, (engine, line) in zip(_COLORS, lines_of(results, figure).items(), strict=False):
+        lines = lines_of(results, figure).items()
+        drawable = [(engine, line) for engine, line in lines if len(line) > 1]
+        for color, (engine, line) in zip(_COLORS, drawable, strict=False):
             where = sorted(line)
             axes.plot(where, [line[at] for at in where], "o-", color=color, label=name_of(engine))
         axes.set_xscale("log")
@@ -57,6 +60,8 @@ def save_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes.xaxis.set_major_locator(FixedLocator(lengths))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{int(tokens):,}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_xlabel("tokens of the prompt", color=_INK)
         axes.set_title(title, color=_INK, fontsize=10)
