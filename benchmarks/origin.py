@@ -23,11 +23,11 @@ def machine() -> str:
 def commit() -> str:
     """The commit of the plugin that is imported, marked when files that matter differ from it.
 
-    A copy without git's own files is told by the variable COMMIT where it came from.
+    A copy without git's own files is told by the variable BENCHMARK_COMMIT where it came from.
     """
     import vllm_kvcompress
 
-    if given := os.environ.get("COMMIT"):
+    if given := os.environ.get("BENCHMARK_COMMIT"):
         return given
 
     root = Path(vllm_kvcompress.__file__).parents[1]

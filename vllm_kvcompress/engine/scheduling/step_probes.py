@@ -10,14 +10,9 @@ class StepProbes:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def note(self, request_id: str, rows: int) -> None:
         """A request is scheduled with so many of them, which may be none."""
-        self._rows.pop(request_id, None)
-        if rows:
-            self._rows[request_id] = rows
+        self._rows[request_id] = rows
 
     def rows(self, request_id: str) -> int:
         """How many a request has in this step."""

@@ -76,8 +76,10 @@ class D2O:
         density, caps = self.densities(variance), variance.new_full((n,), past, dtype=torch.int64)
         fixed = torch.zeros_like(caps)
         for layer in skipped:
-            for kept, value in ((density, torch.inf), (caps, 0), (fixed, whole)):
-                kept[layer].fill_(value)  # a number put there would be copied, and waited for
+            # a number that is put into one place would be copied from the host, and waited for
+            density[layer].fill_(torch.inf)
+            caps[layer].fill_(0)
+            fixed[layer].fill_(whole)
         weights = (density.amin() - density).exp()
         return fixed + apportion(weights, total - whole * len(skipped), caps, floor)
 
