@@ -132,7 +132,6 @@ class Scored:
             prompt=tokens - self.answered,
             last=tokens + 2,
             prefilled=tokens - self.answered,
-            standing=0,
         )
         assert ahead.due == tokens
         holding = Holding(num_layers=len(self.layers), block_size=self.block_size)
