@@ -2,10 +2,11 @@
 
     python benchmarks/bench_layouts.py
 
-CPU_ATTN's AMX kernels store tiles; its vector kernels store rows. vLLM's kernel that writes either
-runs on any x86-64, so both are measured on any: one prompt of random keys and values is written
-into two page pools, and the same method compresses it from both, in turns. The positions kept are
-equal, and so is every byte of what is kept. Figures are medians over the turns.
+CPU_ATTN's AMX kernels store tiles; its vector kernels store rows. Both are measured on any x86-64:
+one prompt of random keys and values is written into two page pools, and the same method compresses
+it from both, in turns. vLLM's kernel writes the rows; the tiles are written by their formulas,
+because the kernel writes them on a processor with AVX-512 alone. The positions kept are equal, and
+so is every byte of what is kept. Figures are medians over the turns.
 
 * score: all layers are scored
 * move: what is kept is moved to its pages
@@ -41,24 +42,46 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def filled(isa: str, args: argparse.Namespace) -> Any:
-    """A compressor whose pool holds one random prompt, and the kernels' layout."""
+def writer(isa: str, args: argparse.Namespace) -> Callable[..., None]:
+    """What puts keys and values ``[n, Hkv, D]`` into pages, in order."""
     import torch
     from vllm import _custom_ops as ops
 
+    block, dim = args.block, args.dim
+    t, d = torch.arange(block)[:, None], torch.arange(dim)
+    # The formulas of `pages.layouts`.
+    keys_at = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
+    values_at = block * dim + d // 16 * 16 * block + t // 2 * 32 + d % 16 * 2 + t % 2
+
+    def tiles(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+        flat = pages.flatten(2)
+        for tokens, at in ((keys, keys_at), (values, values_at)):
+            by_page = tokens.unflatten(0, (-1, block)).transpose(1, 2)
+            flat[: len(by_page), :, at] = by_page
+
+    def rows(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+        halves = pages.view(*pages.shape[:2], 2 * block, dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(len(keys)), isa)
+
+    return tiles if isa == "amx" else rows
+
+
+def filled(isa: str, args: argparse.Namespace) -> Any:
+    """A compressor whose pool holds one random prompt, and the kernels' layout."""
+    import torch
+
     from vllm_kvcompress.engine.compression.compressor import PromptCompressor
+    from vllm_kvcompress.engine.compression.stages import Stages
     from vllm_kvcompress.engine.pages.layouts import find_layout
     from vllm_kvcompress.engine.pages.pool import PagePool
+    from vllm_kvcompress.engine.pages.scales import Scales
     from vllm_kvcompress.settings.config import CompressionConfig
 
     heads, kv_heads = args.heads
     blocks = -(-args.prompt // args.block)
     shape = 2 * blocks + 2, kv_heads, args.block, 2 * args.dim
 
-    def write(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
-        halves = pages.view(*pages.shape[:2], 2 * args.block, args.dim).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(len(keys)), isa)
-
+    write = writer(isa, args)
     layout = find_layout(
         write,
         block_size=args.block,
@@ -70,10 +93,9 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
     storage = torch.zeros(args.layers, *shape, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for layer in storage:
-        given = torch.randn(
-            2, blocks * args.block, kv_heads, args.dim, generator=generator
-        ).bfloat16()
-        write(*given, layer)
+        size = 2, blocks * args.block, kv_heads, args.dim
+        keys, values = torch.randn(size, generator=generator).bfloat16()
+        write(keys, values, layer)
     pool = PagePool(
         list(storage),
         max_requests=1,
@@ -86,8 +108,8 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
         settings,
         pool,
         layout,
-        scale=args.dim**-0.5,
-        num_layers=args.layers,
+        scales=Scales([args.dim**-0.5] * args.layers, [1.0] * args.layers, pool.pages.device),
+        stages=Stages([range(args.layers)]),
         queries=(heads, args.dim, torch.bfloat16),
     )
     return compressor

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def methods_of(asked: Sequence[str]) -> dict[str, str]:
     """Name to settings: a preset's name, or a JSON object."""
-    methods = {}
+    methods: dict[str, str] = {}
     for each in asked:
         name, _, raw = each.partition("=")
         if name == "parts":
@@ -289,13 +289,13 @@ def measure(
         return out
     own_answers = own_answers or bool(item.answers)
     for answered, pairs in by_lookahead(todo, methods).items():
-        begun = full.after(answered)
-        if begun is None:
+        after = full.after(answered)
+        if after is None:
             # Told or not as of the others: alone, those that end early would look alike.
             whole, told = untouched(full), own_answers
             out += [line_of(item, full, whole, *pair, packed=False, told=told) for pair in pairs]
             continue
-        scored = Scored(begun, answered=answered)
+        scored = Scored(after, answered=answered)
         for start in range(0, len(pairs), ROWS):
             batch = pairs[start : start + ROWS]
             kept: list[Kept] = []
@@ -303,7 +303,7 @@ def measure(
                 made = scored.keep(settings_of(methods[name], budget))
                 assert made is not None, f"{name} at {budget} keeps all {length} tokens"
                 kept.append(made)
-            compared = compare(reader, item, begun, kept, full, own_answers=own_answers)
+            compared = compare(reader, item, after, kept, full, own_answers=own_answers)
             for pair, each, made in zip(batch, compared, kept, strict=True):
                 line = line_of(item, full, each, *pair, packed=True, told=own_answers)
                 share = made.tokens / len(scored.layers) - answered

@@ -30,7 +30,7 @@ from benchmarks.evidence.reader import Reader
 from benchmarks.evidence.variants import AT_ONCE
 from vllm_kvcompress.compare.statistics import Estimate
 from vllm_kvcompress.compare.tasks import ORDINARY as INSTRUCTIONS
-from vllm_kvcompress.compare.tasks import Item, build_items
+from vllm_kvcompress.compare.tasks import Item, QuestionAt, build_items
 from vllm_kvcompress.methods.presets import RECOMMENDED
 
 FLOORS = Path(__file__).with_name("floors.json")
@@ -178,7 +178,8 @@ def _items(reader: Reader, size: Size, name: str) -> Iterator[list[Item]]:
             questions_per_text=size.per_text,
         )
         return
-    for seed, place in enumerate(("first", "last"), 1):
+    places: Sequence[QuestionAt] = ("first", "last")
+    for seed, place in enumerate(places, 1):
         yield build_items(
             size.instructions,
             count=size.requests // 2,

@@ -10,6 +10,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
 from benchmarks.evidence.cells import ALL, Cell
 from benchmarks.evidence.variants import AT_ONCE, VARIANTS
+from vllm_kvcompress.compare.statistics import Estimate
 
 _COLUMNS = 2
 _INK, _QUIET, _RULE = "#1f2933", "#616e7c", "#cbd2d9"
@@ -45,18 +46,23 @@ def save_picture(found: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
+def _score(cell: Cell) -> Estimate:
+    assert cell.score is not None, "tasks that ask for nothing are not among all tasks"
+    return cell.score
+
+
 def _panel(axes: Axes, here: Sequence[Cell], title: str) -> None:
     methods = list(dict.fromkeys(cell.method for cell in here))
     for method in sorted(methods, key=lambda name: name in _NAMED):
         line = sorted((c for c in here if c.method == method), key=lambda c: c.budget)
-        x, y = [c.budget for c in line], [c.score.mean for c in line]
+        x, y = [c.budget for c in line], [_score(c).mean for c in line]
         if method not in _NAMED:
             axes.plot(x, y, color=_RULE, linewidth=1.0, zorder=1)
             continue
         color, mark, width = _NAMED[method]
         errors = [
-            [max(c.score.mean - c.score.low, 0.0) for c in line],
-            [max(c.score.high - c.score.mean, 0.0) for c in line],
+            [max(_score(c).mean - _score(c).low, 0.0) for c in line],
+            [max(_score(c).high - _score(c).mean, 0.0) for c in line],
         ]
         axes.errorbar(
             x, y, yerr=errors, label=method, color=color, marker=mark, markersize=5,

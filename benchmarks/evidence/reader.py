@@ -153,7 +153,7 @@ class _Decode:
         logits = grouped @ keys[:, :, :stop].mT * dim**-0.5
         mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]
         weights = (logits.view(count, kv_heads, -1, steps, stop) + mask).softmax(-1)
-        out = weights.view(count, kv_heads, -1, stop) @ values[:, :, :stop]
+        out: torch.Tensor = weights.view(count, kv_heads, -1, stop) @ values[:, :, :stop]
         return out.view(count, heads, steps, dim)
 
 
@@ -250,8 +250,8 @@ class Reader:
         zero = [torch.zeros(self.heads, 0) for _ in range(self.layers)]
         prompt = Prompt(
             ids=list(ids),
-            keys=grown(earlier and earlier.keys),
-            values=grown(earlier and earlier.values),
+            keys=grown(earlier.keys if earlier else None),
+            values=grown(earlier.values if earlier else None),
             queries=list(earlier.queries if earlier else none),
             sums=(list((earlier and earlier.sums) or zero)) if sums else None,
             logits=torch.empty(0),

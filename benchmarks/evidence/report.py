@@ -12,8 +12,9 @@ from typing import Any
 from benchmarks.evidence.along import LEGEND, along
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered, as_json, cells, read
 from benchmarks.evidence.picture import save_picture
-from benchmarks.evidence.variants import AT_ONCE, RECOMMENDED, VARIANTS
+from benchmarks.evidence.variants import AT_ONCE, VARIANTS
 from vllm_kvcompress.compare.tasks import KNOWN
+from vllm_kvcompress.methods.presets import RECOMMENDED
 
 Where = tuple[str, str, int]
 """Model, place of the question, tokens of a prompt."""

@@ -48,7 +48,8 @@ class EngineProcess:
 
     def ready(self) -> dict[str, Any]:
         """Wait for the engine to be up."""
-        return self._answer()
+        told: dict[str, Any] = self._answer()
+        return told
 
     def ask(self, method: str, **named: Any) -> Any:
         """Call a method of `Engine`.

@@ -9,6 +9,7 @@ by arithmetic. Nothing is timed unless what it gave is the reference's.
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from benchmarks.gpu.timing import Ceilings, Clock, ceilings
 
 LENGTHS = (8192, 32768, 131072)
 SHARE = 0.5  # of the free memory, for the page pool
-TINY = {"heads": 2, "kv_heads": 1, "dim": 16, "block": 8, "window": 4, "chunk": 12}
+TINY: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dim": 16, "block": 8, "window": 4, "chunk": 12}
 DRY = Shape(layers=3, tokens=44, longest=90, budget=0.3, decoding=5, **TINY)
 
 

@@ -29,8 +29,8 @@ from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
 from kvcompress_kernels.key_cosines import key_cosines
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
 from kvcompress_kernels.lag_scores import lag_scores
+from kvcompress_kernels.merge_evicted import Merged, merge_evicted
 from kvcompress_kernels.merge_evicted import cpu as merge_evicted_cpu
-from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.move_kept import cpu as move_kept_cpu
 from kvcompress_kernels.move_kept import move_kept
 from kvcompress_kernels.page_tables import cpu as page_tables_cpu
@@ -109,7 +109,7 @@ def window_op(
     name: str, *, variance: bool = False, maximum: bool = False, pooled: bool = False
 ) -> Op:
     """As many layers share a launch as the engine lets share one."""
-    asked = {"variance": variance, "maximum": maximum, "pooled": pooled}
+    asked: dict[str, Any] = {"variance": variance, "maximum": maximum, "pooled": pooled}
 
     def launch(p: Prompt, layers: range) -> Outputs:
         queries, pages = [p.query[layer] for layer in layers], p.pages[layers.start : layers.stop]
@@ -136,7 +136,7 @@ _ONCE: dict[str, Any] = {"floor_bytes": keys_once, "goal": 0.8}
 
 def prompt_op(name: str, launch: Any, plain: Any, **more: Any) -> Op:
     """An op that takes all layers at once, and decides or moves: every bit is the plain form's."""
-    layers = {"at_once": lambda shape: shape.layers, "exact": True}
+    layers: dict[str, Any] = {"at_once": lambda shape: shape.layers, "exact": True}
     return Op(name=name, launch=launch, plain=plain, **layers, **more)
 
 
@@ -170,7 +170,7 @@ def lag_op(name: str, sinks: int, lag: int) -> Op:
         what = p.keys, p.values, p.pages[layers[0]]
         return [lag_scores_cpu.run(*what, parts, sinks, size)]
 
-    floor = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
+    floor: dict[str, Any] = {"floor_bytes": lambda shape: 2 * keys_once(shape)}
     return Op(name=name, launch=launch, plain=plain, at_once=lambda shape: 1, **floor)
 
 
@@ -211,8 +211,8 @@ def chunks_launch(p: Prompt, _: range) -> Outputs:
 
 def chunks_plain(p: Prompt, _: range) -> Outputs:
     scores, columns, keep, most = ranked(p)
-    columns = torch.full_like(keep, columns)
-    return [select_cpu.chunks(scores, columns, keep, most, CHUNK, p.shape.kv_heads)]
+    lengths = torch.full_like(keep, columns)
+    return [select_cpu.chunks(scores, lengths, keep, most, CHUNK, p.shape.kv_heads)]
 
 
 def move_launch(p: Prompt, _: range) -> Outputs:
@@ -270,12 +270,20 @@ _COSINES = key_cosines, key_cosines_cpu.run, cosine_args
 _COLUMNS = column_sums, column_sums_cpu.run, column_args
 
 
-def merged(*args: Any) -> Any:
+def merged(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    least: int,
+) -> Merged:
     """`cpu.py` of `merge_evicted`, for a prompt: nothing was evicted before."""
-    tokens, kept, counts = args[3:6]
     lengths, beta = torch.full_like(counts, tokens), 0.7
     threshold = torch.full(kept.shape[:2], torch.nan, device=kept.device)
-    return merge_evicted_cpu.run(*args, False, lengths, threshold, beta)
+    given = keys, values, pages, tokens, kept, counts, least
+    return merge_evicted_cpu.run(*given, False, lengths, threshold, beta)
 
 
 _MERGE = merge_evicted, merged, merge_args

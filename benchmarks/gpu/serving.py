@@ -261,4 +261,5 @@ class Turns:
 
 
 def median(rounds: list[dict[str, Any]], what: str) -> float:
-    return statistics.median(figures[what] for figures in rounds)
+    middle: float = statistics.median(figures[what] for figures in rounds)
+    return middle

@@ -106,7 +106,10 @@ def _read(path: Path, kind: type[Record]) -> Iterator[Record]:
             raw: Any = json.loads(line)
             if not isinstance(raw, dict) or not set(raw) <= names:
                 raise TypeError(f"its keys must be among {sorted(names)}")
-            yield kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+            named: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
+            }
+            yield kind(**named)
         except (TypeError, ValueError) as e:
             raise ValueError(
                 f"{path}, line {number}, must be a {kind.__name__}: {e};"

@@ -152,7 +152,7 @@ def make_prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def agreements(
-    prompt: exchange.Prompt, theirs: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
+    prompt: exchange.Prompt, theirs: Mapping[str, torch.Tensor], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
     """``press@budget`` to the counts of `Agreement`, over all layers, of one prompt."""
     out: dict[str, dict[str, int]] = {}
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> None:
             continue
         full = prefill(model, prompt.ids)
         with torch.inference_mode():
-            whole = {
+            whole: dict[str, Any] = {
                 "queries": rotated_queries(model, full),
                 "keys": torch.stack([k for k, _ in full.layers]),
                 "values": torch.stack([v for _, v in full.layers]),
