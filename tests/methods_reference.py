@@ -108,6 +108,22 @@ def cake(q, k, v, w, gamma=200.0, kernel=5):
     return over_group(pool(a.mean(1) + gamma * a.var(1, ddof=1), "avg", kernel), len(k))
 
 
+def runs(q, k, v, w, latest=None, size=20, attention_paid=0.6):
+    """CAKE's indicator by the `latest` queries, and runs by the others of the window's w."""
+    tokens, past, latest = k.shape[1], k.shape[1] - w, w if latest is None else latest
+    a = attention(q, k, range(tokens - latest, tokens))[..., :past]
+    t = over_group(pool(a.mean(1) + 200 * a.var(1, ddof=1), "avg", 5), len(k))
+    others = range(tokens - w, tokens - latest if latest < w else tokens)
+    m = attention(q, k, others)[..., :past].max(1).reshape(len(k), -1, past).max(1)
+    score = t.copy()
+    for head in range(len(k)):
+        for start in range(0, past, size):
+            paid = m[head, start : start + size].sum()
+            if paid >= attention_paid:
+                score[head, start : start + size] = 201 * paid / attention_paid
+    return score
+
+
 def h2o(q, k, v, w, per_query=False):
     columns = column_means(q, k) if per_query else column_sums(q, k)
     return over_group(columns, len(k))[:, : k.shape[1] - w]
@@ -162,6 +178,9 @@ WINDOW_SCORERS = {
 """Presets that judge by a window, each of (q, k, v, w)."""
 CHUNKS = {"chunkkv": 10, "cake-chunk": 20}
 """Tokens in a chunk of presets that choose chunks."""
+BY_ANSWER = {"cake-chunk": runs}
+"""Presets that choose otherwise once an answer judges, token by token; each of (q, k, v, w, m),
+of whose w queries the last m are the answer's."""
 
 
 def keydiff(q, k, v, w):

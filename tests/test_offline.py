@@ -67,7 +67,7 @@ def budgets_of(preset, layers, scores, base, ratio, w, allocator_window):
     return [base] * len(layers)
 
 
-def check_layer(preset, got, layer, score, past, w):
+def check_layer(preset, got, layer, score, past, w, size):
     """One layer's positions, ranked by `score` up to float32's rounding at the boundary."""
     kv_heads, tokens = got.keys[layer].shape[0], score.shape[1] + w
     for head in range(kv_heads):
@@ -75,14 +75,14 @@ def check_layer(preset, got, layer, score, past, w):
         assert kept == sorted(set(kept))
         assert len(kept) == past + w
         row = score[head]
-        if preset in CHUNKS:
-            want = ref.chunks(score.sum(0), past, CHUNKS[preset])
+        if size:
+            want = ref.chunks(score.sum(0), past, size)
         elif preset == "d2o":
             want = ref.heavy_recent(row, past)
         else:
             want = ref.best(row, past)
         want = [*want, *range(tokens - w, tokens)]
-        if kept != want and preset not in CHUNKS:
+        if kept != want and not size:
             low = min(row[j] for j in want if j < len(row) and not math.isinf(row[j]))
             for j in set(kept) ^ set(want):
                 assert row[j] == pytest.approx(low, rel=1e-4), (layer, head, j)
@@ -110,7 +110,11 @@ def test_equals_the_reference_where_a_sink_takes_part_of_every_row(preset):
 @pytest.mark.parametrize("answered", [8, 40])
 @pytest.mark.parametrize("preset", ["cake", "cake-chunk", "tova", "pyramidkv", "fastcaote"])
 def test_equals_the_reference_where_the_answer_judges(preset, answered):
-    """Its tokens are kept beside the prompt's budget, and no query of the prompt is read."""
+    """Its tokens are kept beside the prompt's budget.
+
+    No query of the prompt is read, but by `cake-chunk`, which keeps the runs that its last 16 ask
+    for.
+    """
     equals_the_reference(preset, "gqa", 0.5, answered=answered)
     if answered > 32:
         equals_the_reference(preset, "smol", 0.37, answered=answered)
@@ -140,6 +144,8 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
     w = WINDOWS.get(preset, 32)
     if answered:
         w = min(w if preset == "tova" else 32, answered)
+    if answered and preset in ref.BY_ANSWER:
+        w = answered + 16
     w = window or w
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
     q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
@@ -150,7 +156,13 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
     if sinks is not None:
         own = sinks.double().numpy()
         exact = [(ref.with_sinks(q, own[i]), k, v) for i, (q, k, v) in enumerate(exact)]
-    scores = [scores_of(preset, *layer, w) for layer in exact]
+    by_answer = ref.BY_ANSWER.get(preset) if answered else None
+    latest = answered if answered < w else None
+    scores = [
+        by_answer(*layer, w, latest) if by_answer else scores_of(preset, *layer, w)
+        for layer in exact
+    ]
+    size = None if by_answer else CHUNKS.get(preset)
     base = max(math.floor(ratio * (tokens - answered)), w + 1) + answered - w
     allocator_window = min(answered, w) if answered else w
     budgets = budgets_of(preset, exact, scores, base, ratio, w, allocator_window)
@@ -164,7 +176,7 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
         np.testing.assert_allclose(
             found[:, : tokens - w][free].numpy(), score[free.numpy()], rtol=1e-4, atol=1e-6
         )
-        check_layer(preset, got, layer, score, budgets[layer], w)
+        check_layer(preset, got, layer, score, budgets[layer], w, size)
         for head in range(kv_heads):
             kept = got.positions[layer][head]
             want = k[layer, head, kept], v[layer, head, kept]

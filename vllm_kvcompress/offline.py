@@ -100,11 +100,11 @@ def compress(
     settings = CompressionConfig.parse(raw_settings)
     if not settings.enabled:
         raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
-    method = method_of(settings)
     layers, _, tokens, dim = keys.shape
     plan = _plan(settings, layers, tokens, page_size)
     if plan is None:
         return _whole(keys, values)
+    method = method_of(settings, by_answer=plan.by_answer)
     rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks)
     observed = _observe(method, plan, rows, queries)
     return _collect(method, plan, rows, observed, keys, values)

@@ -11,6 +11,7 @@ from benchmarks.evidence.reader import Prompt, Rows
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods import rows
+from vllm_kvcompress.methods.attention import apart
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan
@@ -73,13 +74,18 @@ class Scored:
         if key not in self._observed:
             places = self.places
             windows = self._window(places, plan, method.reads)
-            if plan.allocator_window is not None:
-                latest = replace(plan, window=plan.allocator_window)
+            latest = plan.allocator_window
+            if latest is not None and Reads.APART in method.reads:
+                queries = (self.prompt.queries[layer][-plan.window :] for layer in self.layers)
+                windows = [
+                    apart(place, query[None], latest)
+                    for place, query in zip(places, queries, strict=True)
+                ]
+            elif latest is not None:
+                figures = self._window(places, replace(plan, window=latest), method.reads)
                 windows = [
                     one._replace(entropy=own.entropy, shift=own.shift)
-                    for one, own in zip(
-                        windows, self._window(places, latest, method.reads), strict=True
-                    )
+                    for one, own in zip(windows, figures, strict=True)
                 ]
             sums = self.prompt.sums
             added = None
@@ -142,7 +148,7 @@ class Scored:
         plan = self.plan(settings)
         if plan is None:
             return None
-        method = method_of(settings)
+        method = method_of(settings, by_answer=plan.by_answer)
         observed = self.observed(method, plan)
         pages = method.layer_pages(plan, observed)
         chosen = method.select(observed, plan, pages)

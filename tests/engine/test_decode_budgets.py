@@ -24,7 +24,7 @@ METHODS = [
 ]
 
 
-def scores_of(method, q, k, v, w, allocator_window=None):
+def scores_of(method, q, k, v, w, allocator_window=None, *, by_answer=False):
     """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``.
 
     And CAKE's figures, which may be of fewer queries.
@@ -34,6 +34,8 @@ def scores_of(method, q, k, v, w, allocator_window=None):
         slots[:, -w:] = q.transpose(1, 0, 2)
     cake = method in ("cake", "cake-chunk")
     stats = ref.cake_stats(slots, k, allocator_window or w) if cake else None
+    if by_answer and method in ref.BY_ANSWER:
+        return ref.BY_ANSWER[method](slots, k, v, w, allocator_window), stats
     return ref.WINDOW_SCORERS[method](slots, k, v, w), stats
 
 
@@ -75,6 +77,7 @@ class Replay:
         self.prompt, self.budget, self.last = prompt, budget, prompt + answer
         self.w, self.interval = WINDOWS.get(method, 8), INTERVAL
         self.allocator_window: int | None = None
+        self.by_answer = False
         parts = {
             (layer, name): torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
             for layer in range(shape.layers)
@@ -148,7 +151,15 @@ class Replay:
             np.stack([part[own, kv] for kv, own in enumerate(self.held[layer])]) for part in (k, v)
         )
         latest = q[computed - self.w : computed]
-        return scores_of(self.method, latest, keys, values, self.w, self.allocator_window)
+        which = {"allocator_window": self.allocator_window, "by_answer": self.by_answer}
+        return scores_of(self.method, latest, keys, values, self.w, **which)
+
+    @property
+    def chunk(self):
+        """Tokens in a chunk; None where tokens are chosen one by one."""
+        if self.by_answer and self.method in ref.BY_ANSWER:
+            return None
+        return ref.CHUNKS.get(self.method)
 
     def pack(self, computed: int, cap: int, lengths: list[int]) -> None:
         shape, w = self.shape, self.w
@@ -162,7 +173,7 @@ class Replay:
             shares = budgets(self.method, figures, shape.layers, most, cap, w, lengths)
             low = max(-(-w // BLOCK), 1)
             self.counts = rounded(shares, cap, low, [n // BLOCK for n in lengths])
-        size = ref.CHUNKS.get(self.method)
+        size = self.chunk
         for layer, (scores, _) in enumerate(found):
             keep = self.counts[layer] * BLOCK - w
             for kv, own in enumerate(self.held[layer]):

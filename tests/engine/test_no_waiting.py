@@ -16,6 +16,7 @@ from vllm_kvcompress.engine.pages import pool as page_pool
 from vllm_kvcompress.engine.pages import query_ring, remembered
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
+from vllm_kvcompress.methods import attention as attention_module
 from vllm_kvcompress.methods import method as method_module
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
@@ -80,6 +81,7 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     [
         ({"compress": "cake", "lookahead": 20, "window": 40}, 20),
         ({"compress": "cake-chunk", "window": 48, "max_whole": 4096}, 32),
+        ({"compress": "cake-chunk"}, 32),
     ],
 )
 def test_shares_by_an_answer_of_any_length_are_warmed_up(given, most, monkeypatch):
@@ -90,13 +92,21 @@ def test_shares_by_an_answer_of_any_length_are_warmed_up(given, most, monkeypatc
         made.add((lengths is None, power_of_two(query.shape[1]), variance, maximum))
         return score(query, *where, lengths=lengths, variance=variance, maximum=maximum, **more)
 
-    monkeypatch.setattr(method_module, "window_scores_of_rows", scoring)
+    for module in (method_module, attention_module):
+        monkeypatch.setattr(module, "window_scores_of_rows", scoring)
     settings = CompressionConfig.parse({**given, "min_prompt": 200, "budget": 0.3})
     pool = pool_on("cpu")
     warming_up(pool, settings).run(1000)
     shares = {(whole, rows) for whole, rows, variance, maximum in made if variance and not maximum}
     whole = [True] if settings.max_whole is None else [True, False]
     assert shares >= {(each, power_of_two(m)) for each in whole for m in range(2, most + 1)}
+    if not settings.parts.answer_scorer:
+        return
+    # the prompt's last queries, beside an answer's of any length
+    window, beside = settings.resolved_window, settings.parts.prompt_window
+    others = {power_of_two(beside or window - m) for m in range(2, most + 1)}
+    apart = {(whole, rows) for whole, rows, variance, maximum in made if maximum and not variance}
+    assert apart >= {(each, rows) for each in whole for rows in others}
 
 
 def power_of_two(rows: int) -> int:

@@ -71,7 +71,7 @@ class Prompt(Replay):
         given = shares(self.method, figures, shape.layers, most, budget, w, lengths)
         full = [length // BLOCK for length in lengths]
         pages = rounded([n - tail for n in given], cap, low, full)
-        size = ref.CHUNKS.get(self.method)
+        size = self.chunk
         for layer, (scores, _) in enumerate(found):
             after = max(w - tail, 0)
             past, keep = lengths[layer] - max(w, tail), pages[layer] * BLOCK - after

@@ -66,6 +66,8 @@ def reference_scores(name, query, key, value, window):
             how=own.get("reduce", "mean"),
             aggregate=own.get("aggregate", "mean"),
         )
+    if name in RUNS:
+        return ref.runs(q, key, value, window, RUNS[name], size=5, attention_paid=PAID)
     return ref.WINDOW_SCORERS[name](q, key, value, window)
 
 
@@ -74,10 +76,20 @@ CAOTES = {
     "caote, l2": {"reduce": "l2"},
     "caote of maxima": {"aggregate": "max"},
 }
+# how many of the window's queries are an answer's, if the others judge apart
+RUNS, PAID = {"runs": None, "runs of a prompt's end": 2}, 1.0
 SETTINGS = {
     **{name: name for name in ref.WINDOW_SCORERS},
     "average pooling": {"compress": "snapkv", "scorer_params": {"pooling": "avg", "kernel": 5}},
     **{name: {"compress": "caote", "scorer_params": own} for name, own in CAOTES.items()},
+    **{
+        name: {
+            "compress": "cake",
+            "scorer": "runs",
+            "scorer_params": {"size": 5, "attention": PAID},
+        }
+        for name in RUNS
+    },
 }
 
 
@@ -95,13 +107,15 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
     method = made(name)
     window = 0 if name == "streamingllm" else 4
     rows, tokens, query = held(lengths, window, seed=len(lengths))
+    query *= 3 if name in RUNS else 1  # so that they look at few tokens
     asked = torch.from_numpy(query).float() if window else None
-    scores, observed = observe_rows(method, rows, asked, window, at_once=3)
+    latest = RUNS.get(name)
+    scores, observed = observe_rows(method, rows, asked, window, at_once=3, latest=latest)
     counts = [max(length // BLOCK // 2, 2) for length in lengths]
     kept = kept_slots(
         *(scores, rows, torch.tensor(counts), window, BLOCK, max(counts) + 1, method.selector)
     )
-    size = ref.CHUNKS.get(name)
+    size, lifted = ref.CHUNKS.get(name), []
     for row, ((key, value), length, count) in enumerate(zip(tokens, lengths, counts, strict=True)):
         want = reference_scores(name, query[row], key, value, window)
         past, keep = length - window, count * BLOCK - window
@@ -113,12 +127,15 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
             assert torch.equal(got[count * BLOCK :], torch.full_like(got[count * BLOCK :], -1))
             best = ref.chunks(want.sum(0), keep, size) if size else ref.best(want[head], keep)
             assert got[: count * BLOCK].tolist() == [*best, *range(past, length)]
-        if name in ("cake", "cake-chunk"):
+        lifted += [*(want >= 201).flatten()]
+        if name in ("cake", "cake-chunk", *RUNS):
             q = np.zeros((HEADS, length, DIM))
             q[:, -window:] = query[row].transpose(1, 0, 2)
-            entropy, shift = ref.cake_stats(q, key, window)
+            entropy, shift = ref.cake_stats(q, key, latest or window)
             assert observed[row].entropy.item() == pytest.approx(entropy, rel=1e-4)
             assert observed[row].shift.item() == pytest.approx(shift, rel=1e-4)
+    if name in RUNS and len(lengths) > 2:
+        assert {*lifted} == {True, False}, "runs, and other tokens"
 
 
 def paid_by(query, key):

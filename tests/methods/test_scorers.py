@@ -19,6 +19,7 @@ from vllm_kvcompress.methods.scorers.chance import Random
 from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
 from vllm_kvcompress.methods.scorers.lagkv import LagKV
 from vllm_kvcompress.methods.scorers.position import StreamingLLM
+from vllm_kvcompress.methods.scorers.runs import Runs
 from vllm_kvcompress.methods.scorers.tova import Tova
 from vllm_kvcompress.methods.scorers.window import SnapKV
 
@@ -61,6 +62,7 @@ def test_names():
         "tova": Tova,
         "snapkv": SnapKV,
         "cake": CakeIndicator,
+        "runs": Runs,
         "caote": Caote,
         "fastcaote": FastCaote,
         "keydiff": KeyDiff,
@@ -71,7 +73,9 @@ def test_names():
     sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
     nothing, keys = Reads.NOTHING, Reads.KEYS
     assert [s().reads for s in SCORERS.values()] == [
-        *(nothing, sums, window, window, both, values, values),
+        *(nothing, sums, window, window, both),
+        both | Reads.MAXIMUM | Reads.APART,
+        *(values, values),
         *(keys, keys | Reads.VALUES, nothing),
     ]
 
@@ -236,3 +240,39 @@ def test_defaults():
     assert (SnapKV().pooling, SnapKV().kernel) == ("max", 7)
     assert (CakeIndicator().gamma, CakeIndicator().kernel) == (200.0, 5)
     assert StreamingLLM().sinks == 4
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_runs_stand_before_all_other_tokens(kernel):
+    """docs/methods.md 4.10, by hand; the last run may be shorter, and none may be lifted."""
+    row = torch.tensor([[0.1, 0.2, 0.4, 0.25, 0.05]])
+    columns = Columns(
+        num_kv_heads=1,
+        past=5,
+        device=torch.device("cpu"),
+        rows=2,
+        total=2 * row,
+        variance=torch.zeros(1, 5),
+        maximum=torch.cat([row, torch.ones(1, 2)], 1),
+    )
+    plain = CakeIndicator(kernel=kernel).score(columns)
+    lifted = Runs(size=2, kernel=kernel).score(columns)
+    torch.testing.assert_close(lifted[0, 2:4], torch.full((2,), 217.75))
+    assert torch.equal(lifted[0, [0, 1, 4]], plain[0, [0, 1, 4]])
+    assert torch.equal(Runs(size=2, attention=0.7, kernel=kernel).score(columns), plain)
+    assert (Runs(size=7).score(columns) > 201).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"size": 0}, "runs.size must be a whole number >= 1, got 0"),
+        ({"attention": 0.0}, r"runs.attention must be in \(0, 20\], the tokens of a run, got 0.0"),
+        ({"attention": float("nan")}, "runs.attention"),
+        ({"size": 3, "attention": 3.5}, r"in \(0, 3\]"),
+        ({"gamma": -1.0}, "cake.gamma"),
+    ],
+)
+def test_runs_that_cannot_be(given, says):
+    with pytest.raises(ConfigError, match=says):
+        Runs(**given)

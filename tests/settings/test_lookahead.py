@@ -21,7 +21,8 @@ def test_methods_that_judge_by_the_latest_queries_look_ahead(method):
     if method in BY_WINDOW:
         own = CompressionConfig.parse(raw)
         assert own.resolved_lookahead == 16
-        assert own.resolved_window == min(PRESETS[method].window, 16)
+        alone = min(PRESETS[method].window, 16)
+        assert own.resolved_window == (16 + 16 if method == RECOMMENDED else alone)
         assert ENGINE.variant(method) == own.variant(budget=0.2).model_copy()
         return
     with pytest.raises(ConfigError, match=f"'{method}' does not; set lookahead to 0, or choose"):
@@ -83,14 +84,15 @@ def test_only_the_recommended_preset_looks_ahead_by_itself():
 @pytest.mark.parametrize(
     ("more", "lookahead", "window"),
     [
-        ({}, 32, 32),
+        ({}, 32, 48),
         ({"lookahead": 0}, 0, 16),
-        ({"lookahead": 16}, 16, 16),
-        ({"lookahead": 64}, 64, 32),
+        ({"lookahead": 16}, 16, 32),
+        ({"lookahead": 64}, 64, 80),
         ({"window": 8}, 32, 8),
         ({"window": 64}, 32, 64),
         ({"window": 64, "lookahead": 0}, 0, 64),
-        ({"allocator": "uniform"}, 32, 32),
+        ({"allocator": "uniform"}, 32, 16),
+        ({"selector_params": {"size": 10}}, 32, 16),
         ({"scorer": "caote"}, 0, 32),
         ({"scorer": "lagkv", "selector": "topk"}, 0, 32),
     ],
@@ -98,7 +100,8 @@ def test_only_the_recommended_preset_looks_ahead_by_itself():
 def test_a_presets_own_look_ahead_goes_with_its_scorer(more, lookahead, window):
     """By a prompt's end it judges with fewer queries than by an answer's beginning.
 
-    A longer window that is asked for has the prompt's last queries beside the answer's.
+    A longer window that is asked for has the prompt's last queries beside the answer's, as its
+    own has. A preset whose parts are replaced has them at any time.
     """
     own = CompressionConfig.parse({"compress": RECOMMENDED, **more})
     assert (own.resolved_lookahead, own.resolved_window) == (lookahead, window)

@@ -26,6 +26,9 @@ class Reads(enum.Flag):
     """Its maximum over the window's rows; to be asked for together with WINDOW."""
     POOLED = enum.auto()
     """That maximum of pooled rows; to be asked for together with MAXIMUM."""
+    APART = enum.auto()
+    """That maximum of the prompt's last queries alone, and all else of the answer's alone, once
+    an answer judges its prompt and the window reaches behind it (scorers only)."""
     COLUMN_SUMS = enum.auto()
     """Column sums of the whole causal attention: every token of the prompt must be computed."""
     COLUMN_MEANS = enum.auto()

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.methods.attention import apart, cut, past_of, window_last
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
 from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages, with_tail
@@ -92,9 +93,12 @@ class Method:
 
         Args:
             query: ``[N, w, Hq, D]``, the last w of each row in the order of positions.
-            allocator_window: as in `PagePlan`: entropy and shift are of so many of them.
+            allocator_window: as in `PagePlan`: entropy and shift are of so many of them, and for a
+                scorer that tells the others apart all but the maximum.
         """
         places = rows.key_pages, rows.pages, rows.most, rows.scale
+        if allocator_window is not None and Reads.APART in self.scorer.reads:
+            return apart(rows, query, allocator_window)
         if Reads.VARIANCE not in self.allocator.reads:
             allocator_window = None
         reads = self.reads if allocator_window is None else self.scorer.reads
@@ -127,7 +131,8 @@ class Method:
 
         Args:
             window: last tokens of each row that are kept in any case, w.
-            attention: of the observation window (`attention`); None where the method reads none.
+            attention: of the observation window, or of its last rows and a maximum of the others
+                (`attention`); None where the method reads none.
             sums: ``[N, Hq, most]`` float32 column sums of the causal attention so far, or
                 ``[N, Hkv, most]``, their mean over a KV head's query heads, where rows have
                 lengths; None where the method reads none.
@@ -179,16 +184,16 @@ class Method:
                 tokens=rows.most,
                 scale=rows.value_scales[row],
             )
-        own = None if attention is None else attention.row(row)
+        own, past = None if attention is None else attention.row(row), rows.most - window
         return self._score(
             Columns(
                 num_kv_heads=rows.key_pages.shape[1],
-                past=rows.most - window,
+                past=past,
                 device=rows.key_pages.device,
                 layer=rows.layers[row],
-                rows=0 if own is None else window,
-                total=own and own.total,
-                variance=own and own.variance,
+                rows=0 if own is None else own.recent.shape[-1],
+                total=own and own.total[:, :past],
+                variance=cut(own and own.variance, past),
                 recent=own and own.recent,
                 last=own and own.last,
                 maximum=own and own.maximum,
@@ -210,7 +215,12 @@ class Method:
         assert rows.lengths is not None
         maximum = None if own is None else own.maximum
         if maximum is not None:
-            maximum = _window_last(maximum, rows.lengths, window)
+            maximum = window_last(maximum, rows.lengths, window)
+        if own is not None and own.total.shape[2] > rows.most - window:
+            # All but the maximum is of fewer rows, whose past reaches into the window.
+            assert own.variance is not None
+            total, variance = (past_of(part, rows, window) for part in (own.total, own.variance))
+            own = own._replace(total=total, variance=variance)
         values = None
         if Reads.VALUES in self.scorer.reads:
             values = PagedValues(value_pages=rows.value_pages, pages=rows.pages, tokens=rows.most)
@@ -221,7 +231,7 @@ class Method:
                 lengths=rows.lengths,
                 past=rows.most - window,
                 device=rows.key_pages.device,
-                rows=0 if own is None else window,
+                rows=0 if own is None else own.recent.shape[-1],
                 total=_folded(own and own.total),
                 variance=_folded(own and own.variance),
                 recent=_folded(own and own.recent),
@@ -326,20 +336,6 @@ def _variances(sums: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor
     held = torch.arange(sums.shape[2], device=sums.device) < count
     mean = sums.where(held, 0).sum(-1, keepdim=True) / count
     return (sums - mean).where(held, 0).square().sum(-1) / (count[..., 0] - 1)
-
-
-def _window_last(maximum: torch.Tensor, lengths: torch.Tensor, window: int) -> torch.Tensor:
-    """``[N, Hq, most]`` with the window's own columns last, and 0 between a past and them.
-
-    Behind a shorter row's past stand its window's own, which pooling must not reach.
-    """
-    most, past = maximum.shape[2], (lengths - window)[:, None]
-    column = torch.arange(most, device=maximum.device)
-    at = (past + column[:window]).long().clamp(min=0)[:, None].expand(-1, maximum.shape[1], -1)
-    own = maximum.gather(2, at)
-    maximum = maximum.masked_fill((column >= past)[:, None], 0)
-    maximum[..., most - window :] = own
-    return maximum
 
 
 def layer_pages(

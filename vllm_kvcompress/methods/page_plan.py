@@ -22,6 +22,7 @@ class PagePlan:
         total: as in `Prompt`.
         allocator_window: last queries whose attention tells how much each layer keeps, where these
             are not all that choose its tokens; None where they are.
+        by_answer: the answer's first tokens judge it, since its look-ahead is over.
         probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
             the prompt's first and last tokens. They are all of its window; 0 where its own tokens
             judge it.
@@ -35,6 +36,7 @@ class PagePlan:
     pages: int
     total: int | None = None
     allocator_window: int | None = None
+    by_answer: bool = False
     probe: int = 0
 
     @property

@@ -26,8 +26,10 @@ class Preset:
         merge: whether evicted tokens are folded into their nearest kept ones, or "values": their
             values alone.
         lookahead: tokens of an answer that its prompt stays whole for, and that judge it then.
-        answer_window: observation window where an answer judges; None takes `window`. A prompt's
-            last tokens are mostly the chat template's, an answer's are not, so it may be longer.
+        prompt_window: the prompt's last queries that judge beside all of an answer's; 0 where the
+            answer's judge alone, and no more of them than `window`.
+        answer_scorer: name in SCORERS of what ranks tokens one by one once an answer judges; empty
+            where `scorer` and `selector` choose them then too.
     """
 
     allocator: str
@@ -38,7 +40,8 @@ class Preset:
     selector_params: Params = ()
     merge: Merge = False
     lookahead: int = 0
-    answer_window: int | None = None
+    prompt_window: int = 0
+    answer_scorer: str = ""
 
 
 _DEFENSIVE: Params = (("aggregate", "defensive"), ("value_norm", True))
@@ -77,7 +80,8 @@ PRESETS: Mapping[str, Preset] = {
         scorer_params=(("aggregate", "max"),),
         selector_params=(("size", 20),),
         lookahead=32,
-        answer_window=32,
+        prompt_window=16,
+        answer_scorer="runs",
     ),
     "random": Preset(allocator="uniform", scorer="random", window=32),
 }

@@ -112,7 +112,8 @@ class Columns:
         layer: index of the layer; of several, the first one's.
         layers: how many there are.
         lengths: ``[layers]`` int32, tokens of each layer; None where all have S.
-        rows: rows of the window, w; 0 when attention was not read.
+        rows: rows of the window that all but `maximum` is of; 0 when attention was not read. For a
+            scorer that reads them apart (`Reads.APART`), `maximum` is of the rows before them.
         total: ``[Hq, P]`` float32, the window's attention to the past summed over its rows; None
             when attention was not read.
         variance: ``[Hq, P]`` float32, over rows, ddof 1; None unless it was asked for.

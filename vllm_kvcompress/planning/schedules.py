@@ -101,9 +101,13 @@ class LookAhead:
     def window(self, tokens: int) -> int:
         """Queries that judge once `tokens` are computed: the last w, or all where there are fewer.
 
-        When it is due, there are w.
+        When it is due, there are w. Before, a method that has so many of the prompt beside the
+        answer's has no more of them.
         """
-        return min(self.settings.resolved_window, tokens - self.cached)
+        window = self.settings.resolved_window
+        if self.settings.parts.prompt_window:
+            window -= max(self.due - tokens, 0)
+        return min(window, tokens - self.cached)
 
     def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
@@ -135,24 +139,25 @@ class LookAhead:
             budget=max(own.budget, least) + answered,
             total=None if total is None else total + layers * answered,
         )
-        # The prompt's last queries, mostly the template's, spoil how much each layer is given.
-        alone = tokens >= self.due and 0 < answered < window
-        allocator_window = answered if alone else None
         if not holding.pages:
             plan = page_plan(prompt, size)
-            return None if plan is None else replace(plan, allocator_window=allocator_window)
-        blocks, tail = divmod(tokens, size)
-        pages = min(pages_kept(prompt, tail, size), holding.pages_at(blocks))
-        return PagePlan(
-            num_layers=layers,
-            tokens=holding.most_tokens(blocks * size) + tail,
-            block_size=size,
-            window=prompt.window,
-            budget=prompt.budget,
-            pages=pages,
-            total=prompt.total,
-            allocator_window=allocator_window,
-        )
+        else:
+            blocks, tail = divmod(tokens, size)
+            plan = PagePlan(
+                num_layers=layers,
+                tokens=holding.most_tokens(blocks * size) + tail,
+                block_size=size,
+                window=prompt.window,
+                budget=prompt.budget,
+                pages=min(pages_kept(prompt, tail, size), holding.pages_at(blocks)),
+                total=prompt.total,
+            )
+        if plan is None:
+            return None
+        by_answer = tokens >= self.due
+        # The prompt's last queries, mostly the template's, spoil how much each layer is given.
+        alone = by_answer and 0 < answered < window
+        return replace(plan, by_answer=by_answer, allocator_window=answered if alone else None)
 
     def half(self, holding: Holding, tokens: int) -> PagePlan | None:
         """What is kept of a prompt that is packed early, and again later: half of it.

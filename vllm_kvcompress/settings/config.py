@@ -308,6 +308,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
         scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
         selector = self.selector or preset.selector
         as_preset = scorer == preset.scorer and scorer not in CAOTES
+        given = self.allocator, self.scorer, self.selector, self.scorer_params, self.selector_params
         usual = preset.window if as_preset else usual_window(allocator, scorer, self._base)
         return Preset(
             allocator=allocator,
@@ -318,7 +319,8 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
             selector_params=preset.selector_params if selector == preset.selector else (),
             merge=preset.merge if self.merge is None else self.merge,
             lookahead=preset.lookahead if as_preset else 0,
-            answer_window=preset.answer_window if as_preset and self.window is None else None,
+            prompt_window=0 if any(given) or self.window is not None else preset.prompt_window,
+            answer_scorer="" if any(given) else preset.answer_scorer,
         )
 
     @property
@@ -327,7 +329,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
         parts, ahead = self.parts, self.resolved_lookahead
         if not ahead or self.window is not None:
             return parts.window
-        return min(parts.window if parts.answer_window is None else parts.answer_window, ahead)
+        return ahead + parts.prompt_window if parts.prompt_window else min(parts.window, ahead)
 
     @property
     def resolved_lookahead(self) -> int:
@@ -347,15 +349,14 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
         return policy
 
     def build_scorer(self) -> Scorer:
-        defaults = dict(self.parts.scorer_params)
-        if self.base is not None:
-            defaults["base"] = self.base
+        base = {} if self.base is None else {"base": self.base}
+        defaults = dict(self.parts.scorer_params) | base
         policy: Scorer = build("scorer", SCORERS, self.parts.scorer, defaults, self.scorer_params)
         return policy
 
     def build_selector(self) -> Selector:
-        parts = self.parts
-        own, usual = self.selector_params, dict(parts.selector_params)
+        parts, own = self.parts, self.selector_params
+        usual = dict(parts.selector_params)
         policy: Selector = build("selector", SELECTORS, parts.selector, usual, own)
         return policy
 

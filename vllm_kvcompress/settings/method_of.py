@@ -5,17 +5,25 @@ from functools import lru_cache
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method
 from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.scorers import SCORERS
+from vllm_kvcompress.methods.selectors import TopK
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import judges_by_window
 
 
 @lru_cache(maxsize=64)
-def method_of(settings: CompressionConfig) -> Method:
-    """The method that some settings stand for; built once."""
+def method_of(settings: CompressionConfig, *, by_answer: bool = False) -> Method:
+    """The method that some settings stand for; built once.
+
+    Args:
+        by_answer: the one that packs a prompt once its look-ahead is over; some presets have
+            another scorer then (`Preset.answer_scorer`).
+    """
+    other = settings.parts.answer_scorer if by_answer else ""
     return Method(
         allocator=settings.build_allocator(),
-        scorer=settings.build_scorer(),
-        selector=settings.build_selector(),
+        scorer=SCORERS[other]() if other else settings.build_scorer(),
+        selector=TopK() if other else settings.build_selector(),
         merge=settings.parts.merge,
     )
 

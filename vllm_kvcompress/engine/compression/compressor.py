@@ -124,7 +124,7 @@ class PromptCompressor:
 
     def _judged_by_ring(self, todo: Pack, row: int, block_table: torch.Tensor) -> Job:
         """What packs an answer, or a prompt after its look-ahead."""
-        method = method_of(todo.settings)
+        method = method_of(todo.settings, by_answer=todo.plan.by_answer)
         if not todo.prefill:
             return Job(todo=todo, method=method, row=row)
         blocks = self._blocks(block_table, row, todo.tokens) if todo.whole else None

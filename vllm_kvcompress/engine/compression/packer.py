@@ -313,11 +313,11 @@ class Packer:
         )
 
 
-def _alike(job: Job) -> tuple[str, bool, bool, int, int, int]:
+def _alike(job: Job) -> tuple[str, bool, bool, int, int, bool, int]:
     """What requests have in common that are packed together: method, queries, window and tail."""
     todo, plan = job.todo, job.todo.plan
     queries = todo.judged_by_ring, plan.window, plan.allocator_window or plan.window
-    return str(todo.settings), todo.prefill, *queries, plan.tail
+    return str(todo.settings), todo.prefill, *queries, plan.by_answer, plan.tail
 
 
 def _rows_of(held: Held, rows: Sequence[int]) -> Held:

@@ -48,8 +48,8 @@ class WarmUp:
             self.pack_again(settings.resolved_decode_window, prefill=False)
         if settings.max_whole is not None:
             self.pack_again(settings.resolved_window, prefill=True)
-            for window in self._allocator_windows():
-                self.pack_again(settings.resolved_window, prefill=True, allocator_window=window)
+            for window, answered in self._by_answer():
+                self.pack_again(window, prefill=True, allocator_window=answered, by_answer=True)
             probe, least = probe_tokens(settings), least_window(self._method.reads)
             for rows in _powers(probe):
                 alone = allocator_rows(settings, rows)
@@ -81,19 +81,27 @@ class WarmUp:
         for power in range(settings.resolved_window.bit_length()):
             if least_window(self._method.reads) <= 2**power < settings.resolved_window:
                 self._prompt(replace(plan, window=2**power), shortest=False)
-        for window in self._allocator_windows():
-            self._prompt(replace(plan, allocator_window=window), shortest=False)
+        for window, answered in self._by_answer():
+            answer = replace(plan, window=window, allocator_window=answered, by_answer=True)
+            self._prompt(answer, shortest=False)
 
-    def _allocator_windows(self) -> list[int]:
-        """What an answer has of queries when its look-ahead is over, as requests may choose that.
+    def _by_answer(self) -> list[tuple[int, int | None]]:
+        """Windows when a look-ahead is over, and queries of an answer that judge in parts of them.
 
-        Where the prompt's last ones judge too, these tell how much each layer keeps: one of each
-        power of two that kernels are made for.
+        Requests may choose the look-ahead, so there is one of each power of two that kernels are
+        made for.
         """
-        ahead, allocator = self._settings.resolved_lookahead, self._method.allocator.reads
-        if not 0 < ahead < self._settings.resolved_window or Reads.VARIANCE not in allocator:
+        settings = self._settings
+        ahead, window, own = settings.resolved_lookahead, settings.resolved_window, settings.parts
+        if not ahead:
             return []
-        return [window for window in _powers(ahead) if window >= least_window(allocator)]
+        allocator = self._method.allocator.reads
+        if ahead >= window or Reads.VARIANCE not in allocator:
+            return [(window, None)] if own.answer_scorer else []
+        least = least_window(allocator)
+        powers = [answered for answered in _powers(ahead) if answered >= least]
+        beside = own.prompt_window
+        return [(answered + beside if beside else window, answered) for answered in powers]
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages
@@ -113,7 +121,7 @@ class WarmUp:
             )
             job = Job(
                 todo=todo,
-                method=self._method,
+                method=method_of(self._settings, by_answer=plan.by_answer),
                 blocks=blocks,
                 queries=dict.fromkeys(layers, self._query(plan.window)),
                 sums=dict.fromkeys(layers, sums),
@@ -122,14 +130,20 @@ class WarmUp:
             self._pool.forget("")
 
     def pack_again(
-        self, window: int, *, prefill: bool, allocator_window: int | None = None, probe: int = 0
+        self,
+        window: int,
+        *,
+        prefill: bool,
+        allocator_window: int | None = None,
+        by_answer: bool = False,
+        probe: int = 0,
     ) -> None:
         """Pack what a request holds of which tokens were dropped, and add up its attention.
 
         Args:
             window: queries that choose.
             prefill: they are a prompt's, and not an answer's.
-            allocator_window, probe: as in `PagePlan`.
+            allocator_window, by_answer, probe: as in `PagePlan`.
         """
         layers, size = self._packer.num_layers, self._pool.block_size
         pages = layers * (window // size + 2)
@@ -142,6 +156,7 @@ class WarmUp:
             pages=pages,
             total=pages * size + layers * probe,
             allocator_window=allocator_window,
+            by_answer=by_answer,
             probe=probe,
         )
         self._pool.keep_queries("")
@@ -160,7 +175,8 @@ class WarmUp:
             )
             self._pool.put_null_block_in_row(plan.tokens)
             asked = dict.fromkeys(range(layers), self._query(window)) if prefill else {}
-            self._packer.run([Job(todo=todo, method=self._method, queries=asked)])
+            method = method_of(self._settings, by_answer=by_answer)
+            self._packer.run([Job(todo=todo, method=method, queries=asked)])
         if keeps_sums(self._settings) if prefill else adds_up(self._settings):
             self._add_up(prefill)
         self._pool.put_null_block_in_row(0)

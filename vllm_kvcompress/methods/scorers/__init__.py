@@ -10,6 +10,7 @@ from vllm_kvcompress.methods.scorers.chance import Random
 from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
 from vllm_kvcompress.methods.scorers.lagkv import LagKV
 from vllm_kvcompress.methods.scorers.position import StreamingLLM
+from vllm_kvcompress.methods.scorers.runs import Runs
 from vllm_kvcompress.methods.scorers.tova import Tova
 from vllm_kvcompress.methods.scorers.window import SnapKV
 
@@ -19,6 +20,7 @@ SCORERS: Mapping[str, type[Scorer]] = {
     "tova": Tova,
     "snapkv": SnapKV,
     "cake": CakeIndicator,
+    "runs": Runs,
     "caote": Caote,
     "fastcaote": FastCaote,
     "keydiff": KeyDiff,
