@@ -12,23 +12,25 @@ def apart(rows: Rows, query: torch.Tensor, latest: int) -> WindowScores:
 
     The others see what stood there when they were computed, which the latest ones follow.
     """
-    found = window_scores_of_rows(
-        *(query[:, -latest:], rows.key_pages, rows.pages, rows.most, rows.scale),
-        lengths=rows.lengths,
-        variance=True,
-        sinks=rows.sinks,
-    )
     tokens, block_size = rows.most - latest, rows.key_pages.shape[3]
-    earlier = window_scores_of_rows(
+    others = window_scores_of_rows(
         *(query[:, :-latest], rows.key_pages, rows.pages[:, : -(-tokens // block_size)]),
         *(tokens, rows.scale),
         lengths=None if rows.lengths is None else rows.lengths - latest,
         variance=False,
         maximum=True,
         sinks=rows.sinks,
+    ).maximum  # all else that they leave is free again before the latest ones are scored
+    assert others is not None
+    maximum = pad(others, (0, latest))
+    del others
+    found = window_scores_of_rows(
+        *(query[:, -latest:], rows.key_pages, rows.pages, rows.most, rows.scale),
+        lengths=rows.lengths,
+        variance=True,
+        sinks=rows.sinks,
     )
-    assert earlier.maximum is not None
-    return found._replace(maximum=pad(earlier.maximum, (0, latest)))
+    return found._replace(maximum=maximum)
 
 
 def cut(part: torch.Tensor | None, past: int) -> torch.Tensor | None:

@@ -179,9 +179,13 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     longest = min(sizes.longest, columns * sizes.block_size)
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
     variants = settings.variants
-    every_read = [method_of(variant).reads for variant in variants]
+    every_read = [
+        method_of(variant).reads | method_of(variant, by_answer=True).reads for variant in variants
+    ]
     maximum = any(Reads.MAXIMUM in reads for reads in every_read)
-    maps = (4 + maximum) * sizes.heads * longest * _FLOAT
+    # what reaches into the window is cut off in two further maps
+    apart = 2 * any(Reads.APART in reads for reads in every_read)
+    maps = (4 + maximum + apart) * sizes.heads * longest * _FLOAT
     window = max(variant.resolved_window + probe_tokens(variant) for variant in variants)
     queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
