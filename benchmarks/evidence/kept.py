@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.reader import Prompt, Rows
+from benchmarks.evidence.reader import LONGEST_WINDOW, Prompt, Rows
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.methods import rows
@@ -140,6 +140,7 @@ class Scored:
             prefilled=tokens - self.answered,
         )
         assert ahead.due == tokens
+        assert settings.resolved_window <= LONGEST_WINDOW, "so many queries were not kept"
         holding = Holding(num_layers=len(self.layers), block_size=self.block_size)
         return ahead.plan(holding, tokens)
 

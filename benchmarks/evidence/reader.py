@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from kvcompress_kernels.column_sums import column_sums
 
-LONGEST_WINDOW = 64
+LONGEST_WINDOW = 128
 """Queries of the last tokens that are kept, of a prompt and of what is packed behind it."""
 
 

@@ -284,7 +284,7 @@ class Planner:
         """
         schedule = self.schedule_of(request)
         if schedule.lookahead is not None and schedule.prefill is None:
-            # no query of the prompt needs to judge it
+            # few queries of the prompt judge it, or none
             return min(schedule.lookahead.longest_hit, max_length)
         if isinstance(pieces := schedule.prefill, EveryPiece):
             reads = method_of(pieces.settings).reads
