@@ -13,7 +13,11 @@ def observe_rows(method, rows, query, window, at_once, sums=None, latest=None):
     for start in range(0, len(rows), at_once):
         part = slice(start, start + at_once)
         own = rows.some(part)
-        attention = None if query is None else method.attention(own, query[part], latest)
+        attention = (
+            None
+            if query is None
+            else method.attention(own, query[part], latest, by_answer=latest is not None)
+        )
         paid = None if sums is None else sums[part]
         observed += method.observe(own, window, attention, paid)
     return method.scores(observed), observed

@@ -144,9 +144,9 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
     w = WINDOWS.get(preset, 32)
     if answered:
         w = min(w if preset == "tova" else 32, answered)
-    if answered and preset in ref.BY_ANSWER:
-        w = answered + 16
-    w = window or w
+    w = own = window or w
+    if answered and preset in ref.BY_ANSWER and not window:
+        w, own = answered + 16, min(16, answered)
     layers, heads, kv_heads, tokens, dim, sink = SHAPES[shape]
     q, k, v = inputs(layers, heads, kv_heads, tokens, dim, sink, seed=len(preset) + tokens)
     policy = {"compress": preset, **({"lookahead": answered} if answered else {})}
@@ -163,7 +163,7 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
         for layer in exact
     ]
     size = None if by_answer else CHUNKS.get(preset)
-    base = max(math.floor(ratio * (tokens - answered)), w + 1) + answered - w
+    base = max(math.floor(ratio * (tokens - answered)), own + 1) + answered - w
     allocator_window = min(answered, w) if answered else w
     budgets = budgets_of(preset, exact, scores, base, ratio, w, allocator_window)
     assert got.budgets == [b + w for b in budgets]

@@ -177,7 +177,9 @@ def _observe(method: Method, plan: PagePlan, rows: Rows, queries: torch.Tensor) 
         attention = sums = None
         if Reads.WINDOW in reads:
             latest = query[None, plan.tokens - plan.window :]
-            attention = method.attention(own, latest, plan.allocator_window)
+            attention = method.attention(
+                own, latest, plan.allocator_window, by_answer=plan.by_answer
+            )
         if Reads.COLUMN_SUMS in reads:
             assert isinstance(own.scale, float)
             where = own.key_pages, own.pages[0], plan.tokens, own.scale

@@ -18,7 +18,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
+from vllm_kvcompress.settings.method_of import lookahead_window, method_of
 
 BLOCK = 16
 """Tokens of a page: vLLM's block on a GPU."""
@@ -72,10 +72,10 @@ class Scored:
     def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
         key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observed:
-            places = self.places
-            windows = self._window(places, plan, method.reads)
-            latest = plan.allocator_window
-            if latest is not None and Reads.APART in method.reads:
+            places, latest = self.places, plan.allocator_window
+            apart_from_it = plan.by_answer and latest is not None and Reads.APART in method.reads
+            windows = [] if apart_from_it else self._window(places, plan, method.reads)
+            if latest is not None and apart_from_it:
                 queries = (self.prompt.queries[layer][-plan.window :] for layer in self.layers)
                 windows = [
                     apart(place, query[None], latest)
@@ -140,7 +140,7 @@ class Scored:
             prefilled=tokens - self.answered,
         )
         assert ahead.due == tokens
-        assert settings.resolved_window <= LONGEST_WINDOW, "so many queries were not kept"
+        assert lookahead_window(settings) <= LONGEST_WINDOW, "so many queries were not kept"
         holding = Holding(num_layers=len(self.layers), block_size=self.block_size)
         return ahead.plan(holding, tokens)
 

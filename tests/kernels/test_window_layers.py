@@ -99,6 +99,25 @@ def test_rows_of_other_lengths_get_what_they_get_alone(lengths, pooled, dtype):
         torch.testing.assert_close(got.shift, alone.shift, **close)
 
 
+def test_a_row_that_is_its_window_has_no_past():
+    """A layer may hold no more than that of a prompt that was packed before."""
+    w, lengths = 8, [8, 20]
+    queries, cache, pages = prompt(2, 25, 6, 2, 16, 16, w, torch.float32)
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    asked = {"variance": True, "maximum": True}
+    got = window_scores_of_rows(
+        torch.stack(queries), cache, pages, 25, 0.3, lengths=counts, **asked
+    )
+    none, some = got.row(0), got.row(1)
+    assert not none.total.any()
+    assert not none.variance.any()
+    assert not none.maximum[:, w:].any()
+    torch.testing.assert_close(none.last[:, :w].sum(1), torch.ones(6))
+    torch.testing.assert_close(none.recent.sum(1), torch.full((6,), float(w)))
+    alone = window_scores(queries[1], cache, pages[1, :2], 20, 0.3, **asked)
+    assert torch.equal(some.total[:, :12], alone.total)
+
+
 @pytest.mark.parametrize("pooled", [False, True])
 def test_each_row_has_its_scale(pooled):
     """As layers of a quantised cache have."""

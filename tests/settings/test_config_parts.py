@@ -43,7 +43,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
         ("layer-defensivekv", Global(), SnapKV(aggregate="defensive", value_norm=True), 32),
         ("keydiff", Uniform(), KeyDiff(), 32),
         ("lagkv", Uniform(), LagKV(sinks=4, lag=128), 32),
-        ("cake-chunk", Cake(), SnapKV(aggregate="max", pooling="max", kernel=7), 48),
+        ("cake-chunk", Cake(), SnapKV(aggregate="max", pooling="max", kernel=7), 16),
         ("random", Uniform(), Random(seed=0), 32),
     ],
 )

@@ -6,6 +6,7 @@ from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.presets import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import YIELDS
+from vllm_kvcompress.settings.method_of import lookahead_window
 from vllm_kvcompress.settings.overrides import settings_for
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
@@ -21,8 +22,8 @@ def test_methods_that_judge_by_the_latest_queries_look_ahead(method):
     if method in BY_WINDOW:
         own = CompressionConfig.parse(raw)
         assert own.resolved_lookahead == 16
-        alone = min(PRESETS[method].window, 16)
-        assert own.resolved_window == (16 + 16 if method == RECOMMENDED else alone)
+        assert own.resolved_window == min(PRESETS[method].window, 16)
+        assert lookahead_window(own) == (32 if method == RECOMMENDED else own.resolved_window)
         assert ENGINE.variant(method) == own.variant(budget=0.2).model_copy()
         return
     with pytest.raises(ConfigError, match=f"'{method}' does not; set lookahead to 0, or choose"):
@@ -88,6 +89,8 @@ def test_only_the_recommended_preset_looks_ahead_by_itself():
         ({"lookahead": 0}, 0, 16),
         ({"lookahead": 16}, 16, 32),
         ({"lookahead": 64}, 64, 80),
+        ({"selector": "chunks", "selector_params": {"size": 20}, "allocator": "cake"}, 32, 48),
+        ({"allocator_params": {"tau1": 3.0}}, 32, 48),
         ({"window": 8}, 32, 8),
         ({"window": 64}, 32, 64),
         ({"window": 64, "lookahead": 0}, 0, 64),
@@ -104,7 +107,9 @@ def test_a_presets_own_look_ahead_goes_with_its_scorer(more, lookahead, window):
     own has. A preset whose parts are replaced has them at any time.
     """
     own = CompressionConfig.parse({"compress": RECOMMENDED, **more})
-    assert (own.resolved_lookahead, own.resolved_window) == (lookahead, window)
+    assert (own.resolved_lookahead, lookahead_window(own)) == (lookahead, window)
+    # what is packed when its prefill ends is judged as without a look-ahead
+    assert own.resolved_window == more.get("window", min(own.parts.window, lookahead or window))
     assert CompressionConfig.parse(own.to_additional_config()) == own
 
 

@@ -287,7 +287,7 @@ def test_any_body_is_answered_within_the_policy_or_refused(engine, asked):
         ({"allow_override": "all", "budget_bounds": "0.1:0.2,0.3:0.4"}, "must be MIN:MAX"),
         ({"allow_override": "all", "budget_bounds": [[0.1, True]]}, "must be MIN:MAX"),
         ({"budget_bounds": "0.1:0.2"}, "--kv-allow-override"),
-        ({"budget": 50, "window": 8, "allow_override": "all", "compress": "snapkv"}, None),
+        ({"budget": 40, "window": 8, "allow_override": "all", "compress": "snapkv"}, None),
         ({"budget": 20, "compress": "tova", "allow_override": "snapkv"}, "window of 32"),
         ({"pressure": 1.1}, "pressure"),
         ({"pressure": True}, "pressure must be a number"),

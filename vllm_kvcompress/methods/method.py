@@ -87,17 +87,22 @@ class Method:
         return self.reads if self.scores_layer(layer) else self.allocator.reads
 
     def attention(
-        self, rows: Rows, query: torch.Tensor, allocator_window: int | None = None
+        self,
+        rows: Rows,
+        query: torch.Tensor,
+        allocator_window: int | None = None,
+        *,
+        by_answer: bool = False,
     ) -> WindowScores:
         """What the last queries of some rows think of the tokens before them.
 
         Args:
             query: ``[N, w, Hq, D]``, the last w of each row in the order of positions.
-            allocator_window: as in `PagePlan`: entropy and shift are of so many of them, and for a
-                scorer that tells the others apart all but the maximum.
+            allocator_window, by_answer: as in `PagePlan`. Entropy and shift are of so many of them,
+                and where the answer judges all but the maximum, for a scorer that reads them apart.
         """
         places = rows.key_pages, rows.pages, rows.most, rows.scale
-        if allocator_window is not None and Reads.APART in self.scorer.reads:
+        if by_answer and allocator_window is not None and Reads.APART in self.scorer.reads:
             return apart(rows, query, allocator_window)
         if Reads.VARIANCE not in self.allocator.reads:
             allocator_window = None

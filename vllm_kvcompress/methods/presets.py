@@ -43,6 +43,15 @@ class Preset:
     prompt_window: int = 0
     answer_scorer: str = ""
 
+    def is_made_of(self, names: tuple[str, str, str], params: Params) -> bool:
+        """Whether an allocator, a scorer and a selector are its own, and so are these parameters.
+
+        Args:
+            params: of the scorer and of the selector, as far as they were given.
+        """
+        own = {*self.scorer_params, *self.selector_params}
+        return names == (self.allocator, self.scorer, self.selector) and own.issuperset(params)
+
 
 _DEFENSIVE: Params = (("aggregate", "defensive"), ("value_norm", True))
 

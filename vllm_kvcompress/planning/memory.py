@@ -9,6 +9,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
     adds_up,
     keeps_sums,
+    lookahead_window,
     merges,
     method_of,
     probe_tokens,
@@ -161,8 +162,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
 
     One prompt of the longest length, since prompts are packed one after the other: float32
     scores ``[L, Hkv, S]``, once per layer and once stacked, int32 positions of the same size, what
-    one layer's attention is reduced to (four maps ``[Hq, S]``, and a fifth where the method reads
-    a maximum), column sums ``[L, Hq, S]`` where
+    one layer's attention is reduced to (four maps ``[Hq, S]``, a fifth where the method reads a
+    maximum, and two more where it reads that apart), column sums ``[L, Hq, S]`` where
     the method reads them, and the staging buffer of a prompt that is packed in place (one KV
     head's kept pages; where it is merged all heads', and a layer's merged tokens). Window queries
     ``[L, w, Hq, D]`` of several prompts, and once more as the layers that are scored together
@@ -186,7 +187,7 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     # what reaches into the window is cut off in two further maps
     apart = 2 * any(Reads.APART in reads for reads in every_read)
     maps = (4 + maximum + apart) * sizes.heads * longest * _FLOAT
-    window = max(variant.resolved_window + probe_tokens(variant) for variant in variants)
+    window = max(lookahead_window(variant) + probe_tokens(variant) for variant in variants)
     queries = (_PREFILLS + 1) * layers * window * sizes.heads * dim * sizes.itemsize
     sums = layers * sizes.heads * longest * _FLOAT
     if not any(Reads.COLUMN_SUMS in reads for reads in every_read):

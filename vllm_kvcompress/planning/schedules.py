@@ -13,7 +13,7 @@ from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of
+from vllm_kvcompress.settings.method_of import lookahead_window, method_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class LookAhead:
         At its prefill's end as many queries are there as the method needs, and when it is due all.
         """
         least = max(least_window(method_of(self.settings).reads), 1)
-        return min(self.prefilled - least, self.due - self.settings.resolved_window)
+        return min(self.prefilled - least, self.due - lookahead_window(self.settings))
 
     def next_end(self, computed: int) -> int | None:
         """Where a step must end at the latest that starts behind `computed` tokens; None: anywhere.
@@ -96,7 +96,7 @@ class LookAhead:
 
     def begins(self, tokens: int) -> bool:
         """Whether a chunk that ends with `tokens` computed leaves queries that may judge."""
-        return tokens > self.prefilled - self.settings.resolved_window
+        return tokens > self.prefilled - lookahead_window(self.settings)
 
     def window(self, tokens: int) -> int:
         """Queries that judge once `tokens` are computed: the last w, or all where there are fewer.
@@ -104,7 +104,7 @@ class LookAhead:
         When it is due, there are w. Before, a method that has so many of the prompt beside the
         answer's has no more of them.
         """
-        window = self.settings.resolved_window
+        window = lookahead_window(self.settings)
         if self.settings.parts.prompt_window:
             window -= max(self.due - tokens, 0)
         return min(window, tokens - self.cached)

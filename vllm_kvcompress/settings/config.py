@@ -305,10 +305,11 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
             preset = Preset(allocator=own[0], scorer=own[1], window=usual)
         else:
             preset = PRESETS[self.compress]
-        scorer, allocator = self.scorer or preset.scorer, self.allocator or preset.allocator
+        allocator, scorer = self.allocator or preset.allocator, self.scorer or preset.scorer
         selector = self.selector or preset.selector
         as_preset = scorer == preset.scorer and scorer not in CAOTES
-        given = self.allocator, self.scorer, self.selector, self.scorer_params, self.selector_params
+        names, params = (allocator, scorer, selector), self.scorer_params + self.selector_params
+        as_it_is = preset.is_made_of(names, params)
         usual = preset.window if as_preset else usual_window(allocator, scorer, self._base)
         return Preset(
             allocator=allocator,
@@ -319,17 +320,15 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
             selector_params=preset.selector_params if selector == preset.selector else (),
             merge=preset.merge if self.merge is None else self.merge,
             lookahead=preset.lookahead if as_preset else 0,
-            prompt_window=0 if any(given) or self.window is not None else preset.prompt_window,
-            answer_scorer="" if any(given) else preset.answer_scorer,
+            prompt_window=preset.prompt_window if as_it_is and self.window is None else 0,
+            answer_scorer=preset.answer_scorer if as_it_is else "",
         )
 
     @property
     def resolved_window(self) -> int:
         """Observation window in tokens; a method's own is no longer than its look-ahead."""
-        parts, ahead = self.parts, self.resolved_lookahead
-        if not ahead or self.window is not None:
-            return parts.window
-        return ahead + parts.prompt_window if parts.prompt_window else min(parts.window, ahead)
+        window, ahead = self.parts.window, self.resolved_lookahead
+        return min(window, ahead) if ahead and self.window is None else window
 
     @property
     def resolved_lookahead(self) -> int:

@@ -11,7 +11,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.lookahead import judges_by_window
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def method_of(settings: CompressionConfig, *, by_answer: bool = False) -> Method:
     """The method that some settings stand for; built once.
 
@@ -68,10 +68,16 @@ def merges(settings: CompressionConfig) -> bool:
     return packs_again(settings) and bool(method_of(settings).merge)
 
 
+def lookahead_window(settings: CompressionConfig) -> int:
+    """Queries that judge once a look-ahead is over: of the answer, and perhaps of the prompt."""
+    beside = settings.parts.prompt_window
+    return settings.resolved_lookahead + beside if beside else settings.resolved_window
+
+
 def ring_window(settings: CompressionConfig) -> int:
     """The most last queries that an engine keeps of each answer; 0 where none is read."""
     ahead = [each for each in settings.variants if each.resolved_lookahead]
-    windows = [0, *(variant.resolved_window for variant in ahead)]
+    windows = [0, *(lookahead_window(variant) for variant in ahead)]
     if settings.decode_budget is not None:
         windows += [variant.resolved_decode_window for variant in settings.variants]
         if any(adds_up(variant) for variant in settings.variants):

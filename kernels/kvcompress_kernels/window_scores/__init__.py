@@ -137,7 +137,8 @@ def window_scores_of_rows(
         tokens: the length of every row, or where there are `lengths` one that none exceeds.
         scale: the same factor for all, or ``[N]`` float32, each row's own, positive (unchecked).
         sinks: ``[N, Hq]`` float32, each row's; None without.
-        lengths: ``[N]`` int32: w < length <= tokens (unchecked: checking would sync).
+        lengths: ``[N]`` int32: w <= length <= tokens (unchecked: checking would sync). A row may
+            be its window alone, without a past.
 
     Returns:
         As `window_scores`, with a leading N.

@@ -217,8 +217,8 @@ class Packer:
     def _observe(self, jobs: Sequence[Job], held: Held) -> list[Observed]:
         """Score every row, as many at once as fit into memory."""
         method, layers, observed = jobs[0].method, self.num_layers, dict[int, Observed]()
-        window = jobs[0].todo.plan.window
-        judged = jobs[0].todo.judged_by_ring
+        plan = jobs[0].todo.plan
+        window, judged = plan.window, jobs[0].todo.judged_by_ring
         from_ring = self._queries_in_ring(jobs, window) if judged else None
         count = self.at_once(held.most)
         for scored in (True, False):
@@ -234,7 +234,9 @@ class Packer:
                         query = self._queries(jobs, some, window)
                     else:
                         query = _of_rows(from_ring, some)
-                    attention = method.attention(own, query, jobs[0].todo.plan.allocator_window)
+                    attention = method.attention(
+                        own, query, plan.allocator_window, by_answer=plan.by_answer
+                    )
                 if Reads.COLUMN_SUMS in reads:
                     sums = self._sums(jobs, some, part)
                 found = method.observe(own, window, attention, sums, scored=scored)

@@ -16,6 +16,7 @@ from vllm_kvcompress.settings.method_of import (
     adds_up,
     allocator_rows,
     keeps_sums,
+    lookahead_window,
     method_of,
     probe_tokens,
 )
@@ -68,7 +69,7 @@ class WarmUp:
         settings, block = self._settings, self._pool.block_size
         budget = settings.budget if isinstance(settings.budget, int) else 0
         short = max(
-            2 * settings.resolved_window, 4 * block, settings.min_prompt, budget + 2 * block
+            2 * lookahead_window(settings), 4 * block, settings.min_prompt, budget + 2 * block
         )
         lengths = sorted({min(short + extra, longest) for extra in (3, 4096, 32768, longest)})
         for tokens in lengths:
@@ -78,30 +79,46 @@ class WarmUp:
         if plan is None or not settings.resolved_lookahead:
             return
         # one that is packed early may have fewer queries; kernels are made for powers of two
-        for power in range(settings.resolved_window.bit_length()):
-            if least_window(self._method.reads) <= 2**power < settings.resolved_window:
-                self._prompt(replace(plan, window=2**power), shortest=False)
+        for rows in _powers(lookahead_window(settings)):
+            plan = self._judged_by(rows, lengths[-1])
+            if plan is not None and rows >= least_window(self._method.reads):
+                self._prompt(plan, shortest=False)
         for window, answered in self._by_answer():
-            answer = replace(plan, window=window, allocator_window=answered, by_answer=True)
-            self._prompt(answer, shortest=False)
+            plan = self._judged_by(window, lengths[-1])
+            if plan is not None:
+                plan = replace(plan, allocator_window=answered, by_answer=True)
+                self._prompt(plan, shortest=False)
+
+    def _judged_by(self, window: int, tokens: int) -> PagePlan | None:
+        """How a prompt of `tokens` is packed by so many queries, whose tokens are kept."""
+        layers, block = self._packer.num_layers, self._pool.block_size
+        own = self._settings.prompt(layers, tokens)
+        budget, total = max(own.budget, window + 1), own.total
+        if total is not None:
+            total = max(total, layers * budget)
+        return page_plan(replace(own, window=window, budget=budget, total=total), block)
 
     def _by_answer(self) -> list[tuple[int, int | None]]:
         """Windows when a look-ahead is over, and queries of an answer that judge in parts of them.
 
-        Requests may choose the look-ahead, so there is one of each power of two that kernels are
-        made for.
+        Requests may choose the look-ahead, and the pool may be short of blocks for some steps then,
+        so there is one of each power of two that kernels are made for.
         """
-        settings = self._settings
-        ahead, window, own = settings.resolved_lookahead, settings.resolved_window, settings.parts
-        if not ahead:
+        settings, window = self._settings, lookahead_window(self._settings)
+        if not settings.resolved_lookahead:
             return []
-        allocator = self._method.allocator.reads
-        if ahead >= window or Reads.VARIANCE not in allocator:
-            return [(window, None)] if own.answer_scorer else []
-        least = least_window(allocator)
-        powers = [answered for answered in _powers(ahead) if answered >= least]
-        beside = own.prompt_window
-        return [(answered + beside if beside else window, answered) for answered in powers]
+        reads = method_of(settings, by_answer=True).scorer.reads
+        together: list[tuple[int, int | None]] = [(window, None)] if Reads.APART in reads else []
+        if Reads.VARIANCE not in self._method.allocator.reads and not together:
+            return []
+        least = max(least_window(self._method.reads), least_window(reads))
+        beside = settings.parts.prompt_window
+        found = together
+        for answered in _powers(window - 1):
+            if answered >= least:
+                own = min(answered + beside, window) if beside else window
+                found.append((own, answered))
+        return found
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages
@@ -110,7 +127,7 @@ class WarmUp:
             for layer in layers:
                 self._packer.column_sums(layer, blocks, self._query(plan.tokens), plan.tokens)
         sums = torch.zeros(self._heads, plan.tokens, device=pages.device)
-        for in_place in (False, shortest):
+        for in_place in sorted({False, shortest}):
             todo = Pack(
                 request_id="",
                 settings=self._settings,

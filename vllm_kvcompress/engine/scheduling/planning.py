@@ -293,6 +293,8 @@ class Planner:
             # What lies behind the first packing was computed against what that left.
             window = pieces.settings.resolved_window if Reads.WINDOW in reads else 0
             own = 1 if pieces.probe(pieces.first_end) else max(window, 1)
+            if schedule.lookahead is not None:
+                max_length = min(schedule.lookahead.longest_hit, max_length)
             return min(pieces.first_end - own, pieces.tokens - max(window, 1), max_length)
         settings = self.admissions.of(request).settings
         if self._watched_whole(request, schedule.holding) is not None:
