@@ -154,9 +154,9 @@ class LookAhead:
             )
         if plan is None:
             return None
-        by_answer = tokens >= self.due
+        by_answer = answered > 0 and tokens >= self.due
         # The prompt's last queries, mostly the template's, spoil how much each layer is given.
-        alone = by_answer and 0 < answered < window
+        alone = by_answer and answered < window
         return replace(plan, by_answer=by_answer, allocator_window=answered if alone else None)
 
     def half(self, holding: Holding, tokens: int) -> PagePlan | None:
