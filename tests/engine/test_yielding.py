@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, Engine, engine, first_runner, settings
 from test_lookahead import AHEAD, BUDGET, Ahead, ahead
@@ -225,6 +226,8 @@ class Early(Ahead):
     def after(self, computed: int) -> None:
         if computed in self.cuts:
             self.budget, self.m = self.cuts[computed], computed - self.prompt
+            if self.method in ref.BY_ANSWER:
+                self.w = self.m + 16
             self.judge(computed)
 
 
