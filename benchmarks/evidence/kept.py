@@ -73,16 +73,17 @@ class Scored:
         key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observed:
             places, latest = self.places, plan.allocator_window
-            apart_from_it = plan.by_answer and latest is not None and Reads.APART in method.reads
-            windows = [] if apart_from_it else self._window(places, plan, method.reads)
-            if latest is not None and apart_from_it:
+            if latest is not None and plan.by_answer and Reads.APART in method.reads:
                 queries = (self.prompt.queries[layer][-plan.window :] for layer in self.layers)
                 windows = [
                     apart(place, query[None], latest)
                     for place, query in zip(places, queries, strict=True)
                 ]
-            elif latest is not None:
-                figures = self._window(places, replace(plan, window=latest), method.reads)
+            else:
+                windows = self._window(places, plan, method.reads)
+                figures = windows
+                if latest is not None:
+                    figures = self._window(places, replace(plan, window=latest), method.reads)
                 windows = [
                     one._replace(entropy=own.entropy, shift=own.shift)
                     for one, own in zip(windows, figures, strict=True)

@@ -98,7 +98,8 @@ def test_shares_by_an_answer_of_any_length_are_warmed_up(given, most, monkeypatc
     pool = pool_on("cpu")
     warming_up(pool, settings).run(1000)
     shares = {(whole, rows) for whole, rows, variance, maximum in made if variance and not maximum}
-    whole = [True] if settings.max_whole is None else [True, False]
+    # of which nothing was dropped, and of which a cut to half or pieces dropped some
+    whole = [True, False]
     assert shares >= {(each, power_of_two(m)) for each in whole for m in range(2, most + 1)}
     if not settings.parts.answer_scorer:
         return

@@ -49,13 +49,15 @@ class WarmUp:
             self.pack_again(settings.resolved_decode_window, prefill=False)
         if settings.max_whole is not None:
             self.pack_again(settings.resolved_window, prefill=True)
-            for window, answered in self._by_answer():
-                self.pack_again(window, prefill=True, allocator_window=answered, by_answer=True)
             probe, least = probe_tokens(settings), least_window(self._method.reads)
             for rows in _powers(probe):
                 alone = allocator_rows(settings, rows)
                 if rows >= least:
                     self.pack_again(rows, prefill=True, probe=rows, allocator_window=alone)
+        if settings.max_whole is not None or settings.lookahead_yields != "never":
+            # what pieces left, or a cut to half, is packed again by the answer
+            for window, answered in self._by_answer():
+                self.pack_again(window, prefill=True, allocator_window=answered, by_answer=True)
 
     def _query(self, rows: int) -> torch.Tensor:
         device = self._pool.pages.device
@@ -107,18 +109,13 @@ class WarmUp:
         settings, window = self._settings, lookahead_window(self._settings)
         if not settings.resolved_lookahead:
             return []
-        reads = method_of(settings, by_answer=True).scorer.reads
-        together: list[tuple[int, int | None]] = [(window, None)] if Reads.APART in reads else []
-        if Reads.VARIANCE not in self._method.allocator.reads and not together:
-            return []
-        least = max(least_window(self._method.reads), least_window(reads))
-        beside = settings.parts.prompt_window
-        found = together
-        for answered in _powers(window - 1):
-            if answered >= least:
-                own = min(answered + beside, window) if beside else window
-                found.append((own, answered))
-        return found
+        found: list[tuple[int, int | None]] = [(window, None)]
+        reads = method_of(settings, by_answer=True).reads
+        if not reads & (Reads.VARIANCE | Reads.APART):
+            return found
+        beside = settings.parts.prompt_window or window
+        powers = [answered for answered in _powers(window - 1) if answered >= least_window(reads)]
+        return found + [(min(answered + beside, window), answered) for answered in powers]
 
     def _prompt(self, plan: PagePlan, *, shortest: bool) -> None:
         layers, pages = range(self._packer.num_layers), self._pool.pages

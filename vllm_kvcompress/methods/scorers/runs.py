@@ -54,16 +54,16 @@ class Runs:
                 f"runs.attention must be in (0, {self.size}], the tokens of a run, got"
                 f" {self.attention}"
             )
-        self._cake()
+        self._indicator()
 
-    def _cake(self) -> CakeIndicator:
+    def _indicator(self) -> CakeIndicator:
         return CakeIndicator(gamma=self.gamma, kernel=self.kernel)
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.maximum is None:
             raise ValueError("runs needs the maximum of the window's attention; got none")
-        tokens, past = self._cake().score(columns), columns.past
+        tokens, past = self._indicator().score(columns), columns.past
         most = columns.maximum[:, :past].reshape(columns.num_kv_heads, -1, past).amax(1)
         number = -(-past // self.size)
         runs = pad(most, (0, number * self.size - past)).view(len(most), number, self.size)
