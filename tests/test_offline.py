@@ -154,8 +154,8 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
     got = compress(q, k, v, policy=policy, budget=ratio, sinks=sinks)
     exact = [tuple(x[i].double().numpy() for x in (q, k, v)) for i in range(layers)]
     if sinks is not None:
-        own = sinks.double().numpy()
-        exact = [(ref.with_sinks(q, own[i]), k, v) for i, (q, k, v) in enumerate(exact)]
+        of_heads = sinks.double().numpy()
+        exact = [(ref.with_sinks(q, of_heads[i]), k, v) for i, (q, k, v) in enumerate(exact)]
     by_answer = ref.BY_ANSWER.get(preset) if answered else None
     latest = answered if answered < w else None
     scores = [
