@@ -1,10 +1,11 @@
 """Draw what `bench_pieces.py` measured over the length of the prompt.
 
-    python -m benchmarks.pieces_picture benchmarks/results/pieces_qwen2_*.json \\
+    python -m benchmarks.pieces_picture benchmarks/results/pieces_qwen2_{8000,16000,30000}.json \\
         --out benchmarks/results/pieces.png
 
 Two panels: the seconds until the first token, and the most blocks at once. A line for each engine
-that was measured at two lengths or more.
+that was measured at two lengths or more, each length in one file: where several were measured, name
+one, or what is drawn would depend on their order.
 """
 
 import argparse
@@ -24,11 +25,21 @@ _PANELS = (("first_token_s", "seconds to the first token"), ("most_blocks", "blo
 
 
 def lines_of(results: Sequence[dict[str, Any]], figure: str) -> dict[str, dict[int, float]]:
-    """By engine, a figure by the tokens of the prompt."""
+    """By engine, a figure by the tokens of the prompt.
+
+    Raises:
+        ValueError: an engine was measured twice with as many tokens.
+    """
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for result in results:
+        tokens = result["shapes"]["tokens"]
         for name, row in result["rows"].items():
-            found[name][result["shapes"]["tokens"]] = row[figure]
+            if tokens in found[name]:
+                raise ValueError(
+                    f"each length must be in one file, got {name} twice with {tokens} tokens; name"
+                    " one of the files"
+                )
+            found[name][tokens] = row[figure]
     return found
 
 

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
@@ -120,6 +121,11 @@ def test_a_prompt_depends_on_its_own_tokens(method, checkpoints_folder, keep_asy
     with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
         alone = [llm.generate([prompt], 30)[0] for prompt in PROMPTS]
         assert llm.compressor.compressed == 3
+        (info,) = REGISTRY._names_to_collectors["vllm:kv_compress_info"].collect()
+        # no probe judges, whatever the settings say
+        assert {(each.labels["probe"], each.labels["probe_first"]) for each in info.samples} == {
+            ("0", "0")
+        }
     crowd = dict(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=1024)
     with engine(model, additional_config=config, async_scheduling=True, **crowd) as llm:
         free = llm.free_blocks

@@ -21,7 +21,14 @@ from vllm_kvcompress.methods import method as method_module
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import adds_up, merges, method_of, ring_window
+from vllm_kvcompress.settings.method_of import (
+    adds_up,
+    allocator_rows,
+    merges,
+    method_of,
+    probe_tokens,
+    ring_window,
+)
 from waits import launches, nothing_uploaded_or_read
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
@@ -198,6 +205,10 @@ def test_an_answer_that_is_packed_again(preset, monkeypatch):
     assert names.count("heaviest_kernel") == 2 * (preset in ("caote", "fastcaote"))
     names.clear()
     with nothing_uploaded_or_read():
+        if probe := probe_tokens(settings):
+            rows = allocator_rows(settings, probe)
+            packing.pack_again(probe, prefill=True, probe=probe, allocator_window=rows)
+            names.clear()
         packing.pack_again(settings.resolved_window, prefill=True)
     # a prompt that is packed at a boundary: its layers divide anew each time
     assert names.count("_move_kernel") == 2 * (1 if merging else KV_HEADS)

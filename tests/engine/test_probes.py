@@ -60,7 +60,7 @@ class Guided(Prompt):
 
     def pack_prompt(self, computed, cap, tail, low, lengths) -> None:
         left = min(ROWS, self.prompt - computed - 1)
-        if left < (2 if "cake" in self.method else 1):
+        if left < max(min(self.w, ROWS), 2 if "cake" in self.method else 1):
             assert computed not in self.behind
             super().pack_prompt(computed, cap, tail, low, lengths)
             return
@@ -116,8 +116,9 @@ class Guided(Prompt):
 
 CASES = [
     *((method, 531, WHOLE) for method in METHODS),
-    ("cake", 581, WHOLE),
-    ("snapkv", 577, WHOLE),
+    # of the last boundary 12 rows judge, then none: its piece does
+    ("cake", 589, WHOLE),
+    ("snapkv", 581, WHOLE),
     # more than the budget may be held before the end
     *((method, 531, 450) for method in ("snapkv", "cake-chunk", "pyramidkv")),
 ]
@@ -242,6 +243,45 @@ def test_a_step_that_is_guessed_is_no_step(checkpoints_folder):
     assert [answer for name, answer in done.items() if name.startswith("r")] == [want]
 
 
+@first_runner
+def test_a_stage_that_was_not_told_the_last_token_hears_of_it(checkpoints_folder):
+    """A first stage that does not schedule ahead, at a preemption: the probe ends with that token.
+
+    One stage runs, and forgets what a first one was not told yet.
+    """
+    model, prompt = make("llama-gqa", checkpoints_folder), tokens(531, seed=6)
+    options = {"max_num_seqs": 4, "max_model_len": 1024, "enable_prefix_caching": False}
+    with engine(model, additional_config=piecewise("cake", **PROBE), **options) as llm:
+
+        def probed():
+            """The rows behind each chunk of the next steps that has a probe."""
+            compressor, runner, found = llm.compressor, llm.worker.model_runner, []
+            embed = runner.model.forward
+
+            def seeing(input_ids, *args, **kwargs):
+                for probe in compressor.probes.values():
+                    found.append((probe, input_ids[-probe.rows :].tolist()))
+                return embed(input_ids, *args, **kwargs)
+
+            runner.model.forward = seeing
+            llm.drain()
+            runner.model.forward = embed
+            return found
+
+        llm.submit("r", prompt, 60)
+        while llm.step() is not None and llm.running()[0].num_output_tokens < 20:
+            pass
+        request = llm.scheduler.running.pop()
+        ids = list(request.all_token_ids)
+        llm.scheduler._preempt_request(request, 0.0)
+        llm.scheduler.prev_step_scheduled_req_ids.clear()  # nobody resumes in the next step
+        state = llm.worker.model_runner.requests[request.request_id]
+        assert state.output_token_ids.pop() == ids[-1]
+        found = probed()
+    assert found
+    assert all(rows == ids[: each.first] + ids[-each.last :] for each, rows in found)
+
+
 def test_log_probabilities_of_a_prompt_know_nothing_of_probes(checkpoints_folder):
     """They come chunk by chunk, and are the same whatever chunks there are."""
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(300, seed=7)
@@ -296,7 +336,7 @@ def test_a_step_that_never_has_room_for_a_probe_is_refused(flag, room, least, ch
     others = "" if "prefill" in flag else " --max-num-seqs,"
     sentence = (
         f"set --{flag.replace('_', '-')} to at least {least}, got {room}, or lower{others}"
-        " --kv-probe-first or --kv-probe$"
+        " --kv-probe or --kv-probe-first$"
     )
     with pytest.raises(ConfigError, match=sentence):
         configure(model, additional_config=own, max_num_seqs=16, **{flag: room})

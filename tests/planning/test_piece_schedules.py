@@ -33,12 +33,14 @@ def prompts(draw):
     block = draw(st.sampled_from([1, 4, 16]))
     window = draw(st.integers(1, 12))
     piece = block * draw(st.integers(window // block + 1, window // block + 8))
+    judging = draw(probes())
+    least = max(2, sum(judging.values()) - 1)
     budget = draw(st.floats(0.02, 1.0) | st.integers(window + 1, 20 * block + window + 1))
     own = config(
         compress=draw(st.sampled_from(["snapkv", "pyramidkv", "cake"])),
         window=max(window, 2),
-        piece=max(piece, block * (2 // block + 1)),
-        **draw(probes()),
+        piece=max(piece, block * (least // block + 1)),
+        **judging,
         max_whole=draw(st.integers(1, 40 * block)),
         budget=budget if isinstance(budget, float) else max(budget, 4),
     )
@@ -119,15 +121,12 @@ def test_room_is_set_aside_for_all_that_is_held(case):
             assert pieces.held_pages <= most
 
 
-def test_drafts_take_room_that_a_probe_needs():
-    """Of 4 requests 3 may answer, each with a token and 2 drafts."""
+def test_a_step_needs_room_for_a_token_of_each_request_and_a_probe():
     own = config(compress="cake", max_whole=4096, piece=1024, probe=32)
     flag = "--max-num-batched-tokens"
-    assert why_no_room_for_probe(own, 4, 0, (flag, 36)) is None
-    assert why_no_room_for_probe(own, 4, 2, (flag, 42)) is None
-    reason = why_no_room_for_probe(own, 4, 2, (flag, 41))
-    assert "a token of each request and its drafts" in reason
-    assert f"set {flag} to at least 42, got 41, or lower --max-num-seqs, the drafts," in reason
+    assert why_no_room_for_probe(own, 4, (flag, 36)) is None
+    reason = why_no_room_for_probe(own, 4, (flag, 35))
+    assert f"set {flag} to at least 36, got 35, or lower --max-num-seqs, --kv-probe" in reason
 
 
 @prop
@@ -180,6 +179,8 @@ def test_by_hand():
     assert least.held_pages == 30 * 600 // 128
     assert least.most_blocks == 5 + 8 + 1
     assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
+    # fewer rows than a window has are a template's at most: the piece's own tokens judge then
+    assert [pieces.probe(end) for end in (5967, 5968)] == [32, 0]
     assert standing_blocks(own, 30, 128, 6000) == 16  # what stands whole, up to 2,000 tokens
     assert standing_blocks(config(), 30, 128, 6000) == 47
 
@@ -216,6 +217,10 @@ def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
         (
             {"probe": 600, "probe_first": 500, "max_whole": 64},
             "probe and probe_first must be at most 1024 tokens together, got 600 and 500",
+        ),
+        (
+            {"max_whole": 64, "piece": 48, "probe": 32, "probe_first": 17},
+            "must be at most piece together, got 32 and 17 with piece 48; raise piece",
         ),
         ({"max_whole": 64, "min_prompt": 65}, "max_whole must be at least min_prompt=65.*got 64"),
         (

@@ -62,29 +62,26 @@ def why_not_merged(settings: CompressionConfig, stored: str | None, cure: str) -
 def why_no_room_for_probe(
     settings: CompressionConfig,
     requests: int,
-    drafts: int,
     *rooms: tuple[str, int | None],
 ) -> str | None:
     """Why a chunk that ends a piece may never find room for its probe; None if it will.
 
     Args:
         requests: that one step may have a token of.
-        drafts: that it may have behind each of these, but for the prompt's.
         rooms: flags, each with the tokens that it leaves a step, or a chunk of a step where it is
             about long prefills; None or 0 where it leaves all.
     """
     probe = max(probe_tokens(variant) for variant in settings.variants)
     for flag, room in rooms if probe else ():
         alone = "prefill" in flag
-        least = probe + (1 if alone else requests + drafts * (requests - 1))
+        least = probe + (1 if alone else requests)
         if room and room < least:
-            each = "a token of each request and its drafts" if drafts else "a token of each request"
-            whose = "one token" if alone else each
+            whose = "one token" if alone else "a token of each request"
             return (
-                f"a step must have room for {whose}, for --kv-probe-first and for --kv-probe behind"
-                f" it; set {flag} to at least {least}, got {room}, or lower"
-                + ("" if alone else f" --max-num-seqs,{' the drafts,' if drafts else ''}")
-                + " --kv-probe-first or --kv-probe"
+                f"a step must have room for {whose} and for a probe of {probe} tokens behind it;"
+                f" set {flag} to at least {least}, got {room}, or lower"
+                + ("" if alone else " --max-num-seqs,")
+                + " --kv-probe or --kv-probe-first"
             )
     return None
 

@@ -55,10 +55,14 @@ class EveryPiece:
         """Rows behind a chunk that ends at a boundary and is packed; 0 where its own tokens judge.
 
         Those are so few tokens of the prompt's end, or fewer where only fewer are left: what a step
-        computes must end before the prompt does, or a token would be sampled.
+        computes must end before the prompt does, or a token would be sampled. Where fewer are left
+        than an observation window has, they are a chat template's at most, and the piece itself has
+        the question: so its own last tokens judge.
         """
-        rows = min(probe_tokens(self.settings), self.tokens - end - 1)
-        return rows if rows >= least_window(method_of(self.settings).reads) else 0
+        probe = probe_tokens(self.settings)
+        rows = min(probe, self.tokens - end - 1)
+        least = least_window(method_of(self.settings).reads)
+        return rows if rows >= max(min(probe, self._budget.window), least) else 0
 
     def chunk(self, holding: Holding, computed: int, room: int) -> tuple[int, int]:
         """Tokens of the chunk that starts behind `computed`, and rows of the probe behind them.

@@ -75,6 +75,12 @@ class PieceSettings(BaseModel):
                 f"piece must be above the observation window of {window}, got {self.piece}; set"
                 f" piece to {USUAL_PIECE}"
             )
+        if self.probe + self.probe_first > self.piece:
+            raise ConfigError(
+                f"probe and probe_first are computed behind every piece and must be at most piece"
+                f" together, got {self.probe} and {self.probe_first} with piece {self.piece}; raise"
+                " piece, or lower one of them"
+            )
         if self.max_whole < min_prompt:
             raise ConfigError(
                 f"max_whole must be at least min_prompt={min_prompt}, under which prompts are left"

@@ -24,6 +24,7 @@ from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.method_of import probe_tokens
 
 logger = init_logger("vllm.kvcompress")
 
@@ -175,6 +176,9 @@ class CompressionStatLogger(AggregateStatLoggerBase):
 
     def _inform(self, settings: CompressionConfig, stages: int) -> None:
         names = {alias.name: alias.meaning for alias in settings.alias}
+        # 0 where a piece's own tokens judge, whatever the settings say
+        judges = probe_tokens(settings)
+        first = settings.first_of_probe(judges)
         values = {
             "method": settings.compress,
             "budget": str(settings.budget),
@@ -187,8 +191,8 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "decode_interval": str(settings.decode_interval if settings.decode_budget else ""),
             "max_whole": str(settings.max_whole or ""),
             "piece": str(settings.piece if settings.max_whole else ""),
-            "probe": str(settings.probe if settings.max_whole else ""),
-            "probe_first": str(settings.probe_first if settings.max_whole else ""),
+            "probe": str(judges - first if settings.max_whole else ""),
+            "probe_first": str(first if settings.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",
             "stages": str(stages),

@@ -305,8 +305,7 @@ def _probe_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
     scheduler = config.scheduler_config
     names = ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold")
     rooms = {f"--{name.replace('_', '-')}": getattr(scheduler, name, None) for name in names}
-    drafts = config.speculative_config and config.speculative_config.num_speculative_tokens
-    return why_no_room_for_probe(settings, scheduler.max_num_seqs, drafts or 0, *rooms.items())
+    return why_no_room_for_probe(settings, scheduler.max_num_seqs, *rooms.items())
 
 
 def _quantised(config: VllmConfig, settings: CompressionConfig) -> str | None:

@@ -37,6 +37,7 @@ class _OnHost:
     """V1, which gathers a step's ids on the host and counts by the scheduler's numbers."""
 
     def __init__(self, runner: Any, compressor: PromptCompressor) -> None:
+        self._runner = runner
         upload = runner._prepare_input_ids
 
         def uploading(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,17 @@ class _OnHost:
         runner._prepare_input_ids = uploading
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Nothing is counted."""
+        """Nothing is counted, but a probe may end with a token that this stage was not told.
+
+        Without async scheduling an earlier stage hears of a sampled token with the step that
+        computes it. A request that was preempted before that comes with all its tokens.
+        """
+        if self._runner.use_async_scheduling:
+            return
+        for request_id, ids in output.scheduled_cached_reqs.all_token_ids.items():
+            state = self._runner.requests.get(request_id)
+            if state is not None and len(ids) > state.num_tokens:
+                state.output_token_ids.extend(ids[state.num_tokens :])
 
     def sampled(self) -> None:
         """Log-probabilities of a prompt lie at their positions, and are written over."""
