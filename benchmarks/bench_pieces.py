@@ -57,6 +57,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--without-whole", action="store_true", help="pieces and vLLM alone")
     parser.add_argument("--lookahead", type=int, default=0)
     parser.add_argument("--answer", type=int, default=24, help="tokens that are compared, at most")
+    parser.add_argument(
+        "--least", type=int, default=0, help="tokens of vLLM's answer before it may end"
+    )
     parser.add_argument("--task", default="niah-multikey-1")
     parser.add_argument("--count", type=int, default=20, help="prompts")
     parser.add_argument("--tokens", type=int, default=6000, help="of a prompt, about")
@@ -84,7 +87,7 @@ class Contender:
     kl: list[float] = field(default_factory=list)
     same: list[float] = field(default_factory=list)
 
-    def answer(self, name: str, prompt: list[int], write: list[int] | int) -> Any:
+    def answer(self, name: str, prompt: list[int], write: list[int] | int, least: int = 0) -> Any:
         """Answer one prompt alone, with so many tokens or as it is written; times the first one."""
         from vllm import SamplingParams
 
@@ -93,6 +96,7 @@ class Contender:
         params = SamplingParams(
             temperature=0,
             max_tokens=tokens,
+            min_tokens=least if greedy else 0,
             ignore_eos=not greedy,
             logprobs=LIKELY,
             extra_args=None if greedy else {"write": write},
@@ -165,7 +169,7 @@ def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: A
     full = contenders[FULL]
     for at, item in enumerate(items):
         prompt = encode(tokenizer, item.messages)
-        right = full.answer(item.name, prompt, args.answer)
+        right = full.answer(item.name, prompt, args.answer, args.least)
         text = tokenizer.decode(right.token_ids[: item.max_tokens])
         known = score(item.answers, text)
         likely = likely_tokens(right)
@@ -182,7 +186,7 @@ def ask(args: argparse.Namespace, contenders: dict[str, Contender], tokenizer: A
                 continue
             chosen = [int(next(iter(place))) for place in own[: item.max_tokens]]
             if chosen != list(right.token_ids[: item.max_tokens]):
-                again = one.answer(f"{item.name} again", prompt, args.answer)
+                again = one.answer(f"{item.name} again", prompt, args.answer, args.least)
                 text_of_own = tokenizer.decode(again.token_ids[: item.max_tokens])
                 one.named.append(score(item.answers, text_of_own))
             else:
@@ -224,7 +228,7 @@ def report(
             **{"task": args.task, "question": args.question, "prompts": prompts},
             **{"known": sum(map(bool, full.named)), "tokens": args.tokens, "method": args.method},
             **{"budget": args.budget, "dtype": args.dtype, "lookahead": args.lookahead},
-            **{"cached": args.cached},
+            **{"cached": args.cached, "least": args.least},
         },
         "rows": rows,
     }
