@@ -54,6 +54,12 @@ def probe_tokens(settings: CompressionConfig) -> int:
     return settings.probe_first + settings.probe
 
 
+def usual_probe(settings: CompressionConfig) -> int:
+    """`probe_tokens` of a server's method, or of what requests may ask for where that is off."""
+    own = [settings] if settings.enabled else settings.variants
+    return max(map(probe_tokens, own), default=0)
+
+
 def allocator_rows(settings: CompressionConfig, probe: int) -> int | None:
     """Of a probe's rows the last ones, which alone say how much each layer keeps; None for all.
 

@@ -24,7 +24,7 @@ from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import probe_tokens
+from vllm_kvcompress.settings.method_of import usual_probe
 
 logger = init_logger("vllm.kvcompress")
 
@@ -177,7 +177,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     def _inform(self, settings: CompressionConfig, stages: int) -> None:
         names = {alias.name: alias.meaning for alias in settings.alias}
         # 0 where a piece's own tokens judge, whatever the settings say
-        judges = probe_tokens(settings)
+        judges = usual_probe(settings)
         first = settings.first_of_probe(judges)
         values = {
             "method": settings.compress,

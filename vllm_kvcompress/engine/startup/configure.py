@@ -22,7 +22,7 @@ from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, probe_tokens
+from vllm_kvcompress.settings.method_of import method_of, usual_probe
 
 logger = init_logger("vllm.kvcompress")
 
@@ -130,7 +130,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
 
 def _judges(settings: CompressionConfig) -> str:
     """Which tokens judge a prompt's pieces."""
-    if not probe_tokens(settings):
+    if not usual_probe(settings):
         return "their own"
     first = f"first {settings.probe_first} and " if settings.probe_first else ""
     return f"the prompt's {first}last {settings.probe} tokens"
