@@ -274,6 +274,7 @@ SEAMS = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids(scheduler_output)",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs(scheduler_output)",
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem(index, x)",
+        "vllm.v1.core.sched.output:CachedRequestData(all_token_ids)",
     ),
     *seams(
         "pages.pool",
