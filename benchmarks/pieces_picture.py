@@ -1,6 +1,7 @@
 """Draw what `bench_pieces.py` measured over the length of the prompt.
 
-    python -m benchmarks.pieces_picture pieces_qwen2_8000.json \\
+    cd benchmarks/results
+    PYTHONPATH=../.. python -m benchmarks.pieces_picture pieces_qwen2_8000.json \\
         pieces_qwen2_16000_explain_first.json pieces_qwen2_30000.json --out pieces.png
 
 Two panels: the seconds until the first token, and the most blocks at once. A line for each engine

@@ -12,7 +12,7 @@ from vllm_kvcompress.planning.obstacles import why_no_room_for_probe
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import probe_tokens, usual_probe
+from vllm_kvcompress.settings.method_of import judging_ends, probe_tokens
 
 prop = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -195,10 +195,11 @@ def test_who_is_judged_by_its_own_pieces():
 
 def test_a_server_that_compresses_nothing_by_itself_names_what_requests_may_ask_for():
     given = {"max_whole": 2000, "piece": 1024, "probe": 60}
-    assert usual_probe(config(compress="off", allow_override="all", **given)) == 60
-    assert usual_probe(config(compress="off", allow_override="h2o", **given)) == 0
-    assert usual_probe(config(compress="h2o", allow_override="all", **given)) == 0
-    assert usual_probe(config(compress="off")) == 0
+    assert judging_ends(config(compress="off", allow_override="all", **given)) == (0, 60)
+    assert judging_ends(config(compress="off", allow_override="h2o", **given)) == (0, 0)
+    assert judging_ends(config(compress="h2o", allow_override="all", **given)) == (0, 0)
+    assert judging_ends(config(compress="off")) == (0, 0)
+    assert judging_ends(config(**given, probe_first=40)) == (40, 60)
 
 
 def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():

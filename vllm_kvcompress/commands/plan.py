@@ -16,7 +16,7 @@ from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.planning.model_traits import plain_cache, traits_of
 from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import usual_probe
+from vllm_kvcompress.settings.method_of import judging_ends
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -64,9 +64,8 @@ class Answer:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
         if self.settings.max_whole is not None:
             title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
-            judges = usual_probe(self.settings)
-            first = self.settings.first_of_probe(judges)
-            title += f" --kv-probe {judges - first}"
+            first, last = judging_ends(self.settings)
+            title += f" --kv-probe {last}"
             if first:
                 title += f" --kv-probe-first {first}"
         show_forecast(

@@ -56,8 +56,8 @@ class EveryPiece:
 
         Those are so few tokens of the prompt's end, or fewer where only fewer are left: what a step
         computes must end before the prompt does, or a token would be sampled. Where fewer are left
-        than an observation window has, they are a chat template's at most, and the piece itself has
-        the question: so its own last tokens judge.
+        than an observation window has, they may be a chat template's alone, and the question lies
+        in the piece: so its own last tokens judge.
         """
         probe = probe_tokens(self.settings)
         rows = min(probe, self.tokens - end - 1)

@@ -54,10 +54,16 @@ def probe_tokens(settings: CompressionConfig) -> int:
     return settings.probe_first + settings.probe
 
 
-def usual_probe(settings: CompressionConfig) -> int:
-    """`probe_tokens` of a server's method, or of what requests may ask for where that is off."""
+def judging_ends(settings: CompressionConfig) -> tuple[int, int]:
+    """The prompt's first and last tokens that judge a piece, as a server tells of itself.
+
+    They are its own method's, or the most that requests may ask for where that is off; 0 and 0
+    where a piece's own tokens judge, whatever the settings say.
+    """
     own = [settings] if settings.enabled else settings.variants
-    return max(map(probe_tokens, own), default=0)
+    rows = max(map(probe_tokens, own), default=0)
+    first = settings.first_of_probe(rows)
+    return first, rows - first
 
 
 def allocator_rows(settings: CompressionConfig, probe: int) -> int | None:

@@ -24,7 +24,7 @@ from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import usual_probe
+from vllm_kvcompress.settings.method_of import judging_ends
 
 logger = init_logger("vllm.kvcompress")
 
@@ -176,9 +176,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
 
     def _inform(self, settings: CompressionConfig, stages: int) -> None:
         names = {alias.name: alias.meaning for alias in settings.alias}
-        # 0 where a piece's own tokens judge, whatever the settings say
-        judges = usual_probe(settings)
-        first = settings.first_of_probe(judges)
+        first, last = judging_ends(settings)
         values = {
             "method": settings.compress,
             "budget": str(settings.budget),
@@ -191,7 +189,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "decode_interval": str(settings.decode_interval if settings.decode_budget else ""),
             "max_whole": str(settings.max_whole or ""),
             "piece": str(settings.piece if settings.max_whole else ""),
-            "probe": str(judges - first if settings.max_whole else ""),
+            "probe": str(last if settings.max_whole else ""),
             "probe_first": str(first if settings.max_whole else ""),
             "allow_override": ",".join(settings.allow_override),
             "alias": json.dumps(names) if names else "",

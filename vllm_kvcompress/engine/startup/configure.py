@@ -22,7 +22,7 @@ from vllm_kvcompress.errors import ConfigError, SeamError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import method_of, usual_probe
+from vllm_kvcompress.settings.method_of import judging_ends, method_of
 
 logger = init_logger("vllm.kvcompress")
 
@@ -130,10 +130,10 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
 
 def _judges(settings: CompressionConfig) -> str:
     """Which tokens judge a prompt's pieces."""
-    if not usual_probe(settings):
+    first, last = judging_ends(settings)
+    if not last:
         return "their own"
-    first = f"first {settings.probe_first} and " if settings.probe_first else ""
-    return f"the prompt's {first}last {settings.probe} tokens"
+    return f"the prompt's {f'first {first} and ' if first else ''}last {last} tokens"
 
 
 def _install_doors(settings: CompressionConfig) -> None:

@@ -54,10 +54,11 @@ class _OnHost:
         runner._prepare_input_ids = uploading
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Nothing is counted, but a probe may end with a token that this stage was not told.
+        """Tell an early pipeline stage the last token of a request that was preempted.
 
-        Without async scheduling an earlier stage hears of a sampled token with the step that
-        computes it. A request that was preempted before that comes with all its tokens.
+        A probe may end with it. Without async scheduling vLLM tells such a stage of a sampled token
+        with the step that computes it, which a preemption puts off; but a request comes back with
+        all its tokens. Nothing has to be taken back.
         """
         if self._runner.use_async_scheduling:
             return
