@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress_kernels.window_scores import reference, window_scores
+from kvcompress_kernels.window_scores import cpu, reference, window_scores
 from paging import paged_keys
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +97,51 @@ def test_more_rows_than_a_tile(heads, kv_heads, w):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
 def test_dtypes_and_strides(heads, kv_heads, interleave, dtype):
     compare(heads, kv_heads, 75, 9, dtype=dtype, interleave=interleave)
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """As where a processor has AMX: what oneDNN is told at each product."""
+    settings_seen, product = [], torch.baddbmm
+
+    def observed(*args, **kwargs):
+        settings_seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return product(*args, **kwargs)
+
+    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch, "baddbmm", observed)
+    return settings_seen
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "w", "dim", "block"),
+    [(9, 3, 2 * TILE + 33, 16, 64, 128), (4, 4, TILE + 1, 1, 128, 16), (3, 1, 40, 32, 8, 1)],
+)
+def test_bfloat16_is_multiplied_where_the_processor_does(
+    bfloat16_products, heads, kv_heads, tokens, w, dim, block
+):
+    """Each row is held to the tolerance of float32, and every other product stays float32."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    compare(heads, kv_heads, tokens, w, dim, block, q_scale=1.5, dtype=torch.bfloat16)
+    assert len(bfloat16_products) >= tokens // max(TILE, block)
+    assert set(bfloat16_products) == {"bf16"}
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    seen = len(bfloat16_products)
+    compare(heads, kv_heads, tokens, w, dim, block, dtype=torch.float32)
+    assert len(bfloat16_products) == seen
+
+
+@pytest.mark.cpu
+def test_equal_keys_of_bfloat16_get_equal_scores(bfloat16_products):
+    """Wherever they stand, at the edge of a tile too: their tie goes to the lower position."""
+    w, tokens = 5, TILE + 37
+    keys = torch.randn(2, 7, 64).repeat(1, -(-tokens // 7), 1)[:, :tokens].bfloat16()
+    view, pages = paged_keys(keys, 16, dtype=torch.bfloat16)
+    got = window_scores(torch.randn(w, 6, 64).bfloat16(), view, pages, tokens, 0.125, **every)
+    assert bfloat16_products
+    columns = got.total[:, : (tokens - w) // 7 * 7].view(6, -1, 7)
+    assert torch.equal(columns, columns[:, :1].expand_as(columns))
 
 
 @prop

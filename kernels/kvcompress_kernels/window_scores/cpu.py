@@ -3,9 +3,13 @@
 Pass 1 computes the logits tile by tile and each row's running maximum and sum; pass 2 reads the
 stored logits, ``Hq * w * S`` float32, once more and reduces them over the window. Tiles keep the
 temporaries inside the processor's cache.
+
+Where the processor multiplies bfloat16 (AMX), pass 1 of a bfloat16 cache does: its products are
+exact and its sums float32, so that nothing is rounded which float32 would keep.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.functional import pad
@@ -27,13 +31,11 @@ def run(
     pooled: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> WindowScores:
-    w, heads, dim = query.shape
+    w, heads, _ = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
     group, past = heads // kv_heads, tokens - w
-    q = (query.float() * scale).view(w, kv_heads, group, dim).permute(1, 2, 0, 3)
-    q = q.reshape(kv_heads, group * w, dim)
 
-    logits = _logits(q, key_pages, pages, tokens, max(TILE // block, 1))
+    logits = _logits(query, key_pages, pages, tokens, scale, max(TILE // block, 1))
     _mask_future(logits, group, w, past)
     sink = None if sinks is None else sinks.view(kv_heads, group, 1).expand(-1, -1, w)
     log_sum = _log_sum(logits, sink).view(heads, w, 1)
@@ -200,17 +202,51 @@ def _pooled_maximum(tiles: list[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def _logits(
-    q: torch.Tensor, key_pages: torch.Tensor, pages: torch.Tensor, tokens: int, step: int
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: int,
+    scale: float,
+    step: int,
 ) -> list[torch.Tensor]:
     """Scaled dot products ``[Hkv, G * w, columns]`` of each run of `step` pages."""
-    kv_heads, _, dim = q.shape
-    block = key_pages.shape[3]
+    w, heads, dim = query.shape
+    kv_heads, block = key_pages.shape[1], key_pages.shape[3]
+    q = query.float().view(w, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    q = q.reshape(kv_heads, -1, dim)
+    bfloat16 = query.dtype == key_pages.dtype == torch.bfloat16 and multiplies_bfloat16()
+    if not bfloat16:
+        q = q * scale
     tiles = []
     for first in range(0, len(pages), step):
         k = key_pages[pages[first : first + step]].permute(1, 2, 0, 3)
-        k = k.reshape(kv_heads, dim, -1).float()
-        tiles.append(torch.matmul(q, k[:, :, : tokens - first * block]))
+        k = k.reshape(kv_heads, dim, -1).float()[:, :, : tokens - first * block]
+        if bfloat16:
+            # the scale multiplies the sums: a bfloat16 does not hold a query times its scale
+            with _products_in_bfloat16():
+                tiles.append(torch.baddbmm(k.new_empty(()), q, k, beta=0, alpha=scale))
+        else:
+            tiles.append(torch.matmul(q, k))
     return tiles
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has the processor's own bfloat16 matrices."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def _products_in_bfloat16() -> Iterator[None]:
+    """Let oneDNN round the factors of float32 products to bfloat16, which leaves ours as they are.
+
+    torch has no product on a CPU that reads bfloat16 and writes float32.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _mask_future(logits: list[torch.Tensor], group: int, w: int, past: int) -> None:
