@@ -9,10 +9,8 @@ LENGTHS = (300, 129, 640, 31, 1) if V2 else (700, 333, 90, 1500, 128, 127, 1)
 PROMPTS = [tokens(n, seed=n) for n in LENGTHS]
 SOME = ["llama-gqa", "gpt-oss"] if V2 else [*SHAPES, *HYBRIDS]
 # every method on one checkpoint, two methods on all
-CASES = [("llama-gqa", method) for method in ("snapkv", "pyramidkv", "streamingllm", "cake")]
-CASES += [
-    (name, method) for name in SOME if name != "llama-gqa" for method in ("pyramidkv", "cake")
-]
+METHODS = dict.fromkeys(SOME, ("pyramidkv", "cake"))
+METHODS["llama-gqa"] = ("snapkv", "pyramidkv", "streamingllm", "cake")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +28,19 @@ def plain(checkpoints_folder):
     return outputs
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_budget_one_is_vllms_own_output(name, plain, checkpoints_folder):
-    with engine(make(name, checkpoints_folder), additional_config=settings("cake", 1.0)) as llm:
-        assert llm.generate(PROMPTS) == plain(name)
-        assert llm.compressor.compressed == 0
+@pytest.fixture(scope="module", params=SOME)
+def own(request, checkpoints_folder, plain):
+    """A checkpoint's name, and its engine, of which requests may ask for any method."""
+    plain(request.param)  # before this engine, lest there be two
+    config = settings("cake", 1.0, allow_override="all")
+    with engine(make(request.param, checkpoints_folder), additional_config=config) as llm:
+        yield request.param, llm
+
+
+def test_budget_one_is_vllms_own_output(own, plain):
+    name, llm = own
+    assert llm.generate(PROMPTS) == plain(name)
+    assert llm.compressor.compressed == 0
 
 
 @pytest.mark.parametrize("name", SOME[:2])
@@ -45,14 +51,16 @@ def test_trap_16_prompts_under_the_threshold_are_vllms_own_output(name, plain, c
         assert llm.compressor.compressed == 0
 
 
-@pytest.mark.parametrize(("name", "method"), CASES)
-def test_first_token_is_the_full_caches_with_every_method(name, method, plain, checkpoints_folder):
-    budget = 0.2
-    with engine(make(name, checkpoints_folder), additional_config=settings(method, budget)) as llm:
-        plans = llm.watch_packing(lambda finished: finished.todo.plan)
-        got = llm.generate(PROMPTS)
+def test_first_token_is_the_full_caches_with_every_method(own, plain):
+    name, llm = own
+    packed = llm.watch_packing(lambda finished: finished.todo)
+    for method in METHODS[name]:
+        packed.clear()
+        assert llm.llm.reset_prefix_cache()
+        got = llm.generate(PROMPTS, extra_args={"kv_compress": method, "kv_budget": 0.2})
         whole = [length for length in LENGTHS if length >= 128]
-        assert sorted(plan.tokens for plan in plans) == sorted(whole)
+        assert sorted(todo.plan.tokens for todo in packed) == sorted(whole)
+        assert {todo.settings.compress for todo in packed} == {method}
         assert [out[0] for out in got] == [out[0] for out in plain(name)]
         # a prompt that was left whole is untouched by its compressed neighbours
         for length, mine, theirs in zip(LENGTHS, got, plain(name), strict=True):
@@ -60,14 +68,15 @@ def test_first_token_is_the_full_caches_with_every_method(name, method, plain, c
                 assert mine == theirs
 
 
+@pytest.mark.parametrize("own", ["llama-gqa"], indirect=True)
 @pytest.mark.parametrize("budget", [0.9, 0.1] if V2 else [0.9, 0.5, 0.1, 100])
-def test_first_token_at_every_budget(budget, plain, checkpoints_folder):
-    with engine(
-        make("llama-gqa", checkpoints_folder), additional_config=settings("cake", budget)
-    ) as llm:
-        got = llm.generate(PROMPTS)
-        assert llm.compressor.compressed > 0
-        assert [out[0] for out in got] == [out[0] for out in plain("llama-gqa")]
+def test_first_token_at_every_budget(budget, own, plain):
+    name, llm = own
+    assert llm.llm.reset_prefix_cache()
+    before = llm.compressor.compressed
+    got = llm.generate(PROMPTS, extra_args={"kv_budget": budget})
+    assert llm.compressor.compressed > before
+    assert [out[0] for out in got] == [out[0] for out in plain(name)]
 
 
 def test_without_the_setting_nothing_is_overridden(checkpoints_folder):
