@@ -13,7 +13,7 @@ DOCS := .cache/docs
 PEERS := .cache/peers
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test lint docs compat kernels-sm90 bench gate peers locks sbom clean
+.PHONY: help setup packages model demo serve test soak lint docs compat kernels-sm90 bench gate peers locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -68,6 +68,11 @@ packages:
 test: packages model lint docs  ## everything CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --slowest-files 15
+
+# An hour. TIMES=100: five times as many.
+TIMES ?= 20
+soak: setup  ## many times the seeded random requests that `make test` sends
+	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py
 
 # Beside `make test`, which runs on the lock's vLLM. VLLM=0.33.0: that version alone. TESTS=...: those alone.
 compat: model  ## the tests that vLLM can change, on the other versions of vLLM that are accepted
