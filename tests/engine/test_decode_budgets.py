@@ -275,10 +275,10 @@ def test_a_budget_that_holds_everything_changes_nothing(checkpoints_folder):
         [tokens(PROMPT, seed=5), tokens(7, seed=6)],
     )
     with engine(path, max_num_seqs=4, max_model_len=1024) as llm:
-        want = llm.generate(prompts, 200)
+        want = llm.generate(prompts, 3 * INTERVAL + 4)
     config = settings(decode_budget=1024, decode_interval=INTERVAL)
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
-        assert llm.generate(prompts, 200) == want
+        assert llm.generate(prompts, 3 * INTERVAL + 4) == want
         assert not llm.manager.tally.repacked
 
 
@@ -328,12 +328,9 @@ def test_two_answers_to_one_prompt(checkpoints_folder):
     """n=2: each is a request of its own, and the prompt's blocks are shared until they part."""
     model, sampled = make("llama-gqa", checkpoints_folder), {"temperature": 1.0, "top_k": 20}
     with engine(model, additional_config=GROWING) as llm:
-        apart = [
-            [llm.outputs([prompt], LONG, seed=seed, **sampled)[0] for seed in (7, 8)]
-            for prompt in PROMPTS
-        ]
+        apart = [llm.outputs(PROMPTS, LONG, seed=seed, **sampled) for seed in (7, 8)]
         together = llm.outputs(PROMPTS, LONG, n=2, seed=7, **sampled)
-    for output, pair in zip(together, apart, strict=True):
+    for output, pair in zip(together, zip(*apart, strict=True), strict=True):
         answers = [list(answer.token_ids) for answer in output.outputs]
         assert answers == [list(one.outputs[0].token_ids) for one in pair]
         assert answers[0] != answers[1]
