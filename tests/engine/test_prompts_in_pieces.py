@@ -185,14 +185,15 @@ def test_hits_end_before_the_first_packing(checkpoints_folder):
     config = piecewise("cake", 0.4, allow_override="off,snapkv")
     with engine(model, additional_config=config, max_model_len=1024) as llm:
         asks = [{"kv_compress": "off"}, {}, {"kv_budget": 0.2}, {}, {"kv_compress": "off"}]
-        outputs = [llm.outputs([prompt], 20, extra_args=ask)[0] for ask in asks]
+        outputs = [llm.outputs([prompt], 12, extra_args=ask)[0] for ask in asks]
         hits = [output.num_cached_tokens for output in outputs]
         answers = [list(output.outputs[0].token_ids) for output in outputs]
     with engine(
         model, additional_config=config, max_model_len=1024, enable_prefix_caching=False
     ) as llm:
-        for ask, answer in zip(asks, answers, strict=True):
-            assert llm.generate([prompt], 20, extra_args=ask) == [answer]
+        for i in range(3):  # what the others ask again is asked once
+            assert llm.generate([prompt], 12, extra_args=asks[i]) == [answers[i]]
+        assert answers[3:] == [answers[1], answers[0]]
     # 0.4 of 531 tokens are 212, so 288 is the first boundary with more; of 0.2 it is 192
     assert hits == [0, (288 - WINDOW) // BLOCK * BLOCK, (192 - WINDOW) // BLOCK * BLOCK, 256, 512]
 
@@ -207,10 +208,10 @@ def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
         max_num_batched_tokens=50,
     ) as llm:
         free = llm.free_blocks
-        want = llm.generate([prompt], ANSWER)[0]
+        want = llm.generate([prompt], 8)[0]
         for cut in range(1, 12, 2):
             assert llm.scheduler.reset_prefix_cache()
-            llm.submit("r", prompt, ANSWER)
+            llm.submit("r", prompt, 8)
             for _ in range(cut):
                 llm.step()
             assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -225,8 +226,8 @@ def test_an_answer_that_comes_again_in_pieces_takes_no_more_from_the_cache(check
     model, prompt = make("llama-gqa", checkpoints_folder), tokens(60, seed=8)
     config = piecewise("snapkv", 0.4, decode_budget=96, decode_interval=BLOCK, allow_override="off")
     with engine(model, additional_config=config, max_model_len=1024) as llm:
-        llm.submit("r", prompt, 500)
-        while len(llm.running()) == 0 or llm.running()[0].num_computed_tokens < 400:
+        llm.submit("r", prompt, 240)
+        while len(llm.running()) == 0 or llm.running()[0].num_computed_tokens < 290:
             llm.step()
         (request,) = llm.running()
         assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
