@@ -89,7 +89,7 @@ def test_trap_17_without_free_blocks_the_prompts_own_blocks_serve(model):
     full = -(-(length + 24) // BLOCK)
     prompts = [tokens(length, seed=5), tokens(length, seed=6)]
     with engine(model, additional_config=settings(budget=0.5)) as llm:
-        roomy = [llm.generate([prompt], 20)[0] for prompt in prompts]
+        roomy = [llm.generate([prompt], 8)[0] for prompt in prompts]
     for caching in (True, False):
         with engine(
             model,
@@ -99,11 +99,11 @@ def test_trap_17_without_free_blocks_the_prompts_own_blocks_serve(model):
             enable_prefix_caching=caching,
         ) as llm:
             used = llm.watch_packing(lambda finished: finished.todo.in_place)
-            assert [llm.generate([prompt], 20)[0] for prompt in prompts] == roomy
+            assert [llm.generate([prompt], 8)[0] for prompt in prompts] == roomy
             assert used == [True, True]
             assert llm.free_blocks == full
             # what became a destination must not be found by its old hash
-            assert llm.generate(prompts[::-1], 20) == roomy[::-1]
+            assert llm.generate(prompts[::-1], 8) == roomy[::-1]
 
 
 def test_aborts_at_every_stage_give_everything_back(model):

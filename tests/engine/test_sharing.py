@@ -93,20 +93,23 @@ def test_the_cache_keeps_prompt_blocks_and_nothing_computed_after(model):
 
 
 def test_a_conversation_whose_history_was_compressed(model):
-    """Each turn's prompt contains the last turn's answer; only uncompressed blocks are reused."""
-    with (
-        engine(model, additional_config=settings()) as llm,
-    ):
-        history, turns = PROMPT[:350], []
+    """Each turn's prompt contains the last turn's answer; only uncompressed blocks are reused.
+
+    Every answer fills the block in which its prompt ended: none of its own may be found again.
+    """
+    new = 10 if V2 else 40
+    with engine(model, additional_config=settings()) as llm:
+        history, turns = PROMPT[:348], []
         for turn in range(3):
-            output = llm.outputs([history], 40)[0]
+            output = llm.outputs([history], new)[0]
             turns.append((list(history), list(output.outputs[0].token_ids)))
             if turn:
                 assert 0 < output.num_cached_tokens <= len(history) - 32
-            history = history + turns[-1][1] + tokens(50, seed=turn)
+            assert (len(history) + new - 1) // BLOCK > len(history) // BLOCK
+            history = history + turns[-1][1] + tokens(54, seed=turn)
     with engine(model, additional_config=settings(), enable_prefix_caching=False) as llm:
         for history, answer in turns:
-            assert llm.generate([history], 40)[0] == answer
+            assert llm.generate([history], new)[0] == answer
 
 
 def test_trap_20_parallel_samples_share_a_prompt(model):
