@@ -5,7 +5,7 @@ import pytest
 from checkpoints import make, tokens
 from engines import V2, engine, settings
 
-COUNT = 6 if V2 else 100
+COUNT = 6 if V2 else 64
 LENGTHS = [150 + 7 * (i % 60) for i in range(COUNT)]
 PROMPTS = [tokens(length, seed=1000 + i) for i, length in enumerate(LENGTHS)]
 FEW = PROMPTS[:4] if V2 else PROMPTS[:8]
@@ -24,7 +24,7 @@ def alone(model):
         return [llm.generate([prompt], NEW)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("chunk", [64, 256] if V2 else [64, 256, 8192])
+@pytest.mark.parametrize("chunk", [64, 256])
 def test_chunk_size_does_not_matter(chunk, model, alone):
     with engine(
         model,
@@ -37,7 +37,7 @@ def test_chunk_size_does_not_matter(chunk, model, alone):
         assert llm.compressor.compressed == len(FEW)
 
 
-@pytest.mark.parametrize("size", [4] if V2 else [8, 40, 100])
+@pytest.mark.parametrize("size", [4] if V2 else [8, 64])
 def test_batch_size_does_not_matter(size, model, alone):
     with engine(model, additional_config=settings(), max_num_seqs=128) as llm:
         assert llm.generate(PROMPTS[:size], NEW) == alone[:size]
@@ -88,13 +88,13 @@ def test_trap_03_async_scheduling_does_not_matter(model, alone, keep_async_sched
 
 
 def test_preemption_equals_a_run_that_prefilled_the_same_tokens(model):
-    prompts = [tokens(320, seed=i) for i in range(4)]
-    new, blocks = (76, 23) if V2 else (150, 30)
+    length, new, blocks = (150, 20, 14) if V2 else (320, 76, 23)
+    prompts = [tokens(length, seed=i) for i in range(4)]
     with engine(
         model,
         additional_config=settings("cake", 0.5),
         blocks=1 + blocks,
-        max_model_len=512 if V2 else 768,
+        max_model_len=192 if V2 else 512,
         enable_prefix_caching=False,
     ) as llm:
         cuts = llm.watch_preemptions()
