@@ -79,9 +79,10 @@ class Added(Sums, Prompt):
         self.packed_at.append(computed)
 
 
-# with a tail and without one; chunks that end between blocks
+# With a tail and without one; chunks that end between blocks. What the runner gives, the rows of
+# each step, is the same for all that adds them up.
 @pytest.mark.parametrize(
-    ("method", "length"), [("h2o", 531), ("d2o", 531), ("d2o", 480)][: 2 if V2 else None]
+    ("method", "length"), [("h2o", 531), ("d2o", 531), ("d2o", 480)][: 1 if V2 else None]
 )
 def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_folder):
     name, budget = "llama-gqa", int(length * 0.4)

@@ -8,6 +8,8 @@ from checkpoints import make, talking, tokens
 from engines import V2, engine, settings
 
 PROMPT = tokens(400, seed=11)
+# each of its tokens costs Triton's interpreter as much as a step
+LOGGED = PROMPT[:200] if V2 else PROMPT
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def logprobs(model):
     """Uncompressed and compressed, the same prompt with log-probabilities of prompt and answer."""
 
     def ask(llm):
-        return llm.outputs([PROMPT], 4, prompt_logprobs=1, logprobs=3)[0]
+        return llm.outputs([LOGGED], 4, prompt_logprobs=1, logprobs=3)[0]
 
     with engine(model) as llm:
         plain = ask(llm)
@@ -33,7 +35,7 @@ def logprobs(model):
 def test_trap_20_prompt_logprobs_are_the_full_caches(logprobs):
     """They are computed in prefill, before anything is dropped."""
     plain, ours = logprobs
-    assert len(ours.prompt_logprobs) == len(PROMPT)
+    assert len(ours.prompt_logprobs) == len(LOGGED)
     for mine, theirs in zip(ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
         assert {k: v.logprob for k, v in mine.items()} == pytest.approx(
             {k: v.logprob for k, v in theirs.items()}, abs=1e-4
