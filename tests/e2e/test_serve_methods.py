@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 
 from checkpoints import talking
-from vllm_kvcompress.serving.process import serve
+from forks import serve_forking
 from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -23,7 +23,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
     model = talking(tmp_path_factory.mktemp("model"), demo_model)
-    with serve(model, FLAGS, tmp_path_factory.mktemp("server") / "log") as running:
+    with serve_forking(model, FLAGS, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
