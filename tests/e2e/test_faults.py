@@ -7,9 +7,10 @@ import httpx
 import psutil
 import pytest
 
+from first_layers import first_layers
+from forks import serve_forking
 from idling import idle, wait_for
 from streams import asking, listen, streaming
-from vllm_kvcompress.serving.process import serve
 from vllm_kvcompress.serving.text import long_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -43,7 +44,8 @@ def processes(server):
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
     flags = [*FLAGS, "--shutdown-timeout", "120"]
-    with serve(demo_model, flags, tmp_path_factory.mktemp("server") / "log") as running:
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
+    with serve_forking(model, flags, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
