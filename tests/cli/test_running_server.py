@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from first_layers import first_layers
+from forks import serve_forking
 from loopback import exported, server
-from vllm_kvcompress.serving.process import serve
 
 FLAGS = [
     *("--enforce-eager", "--max-model-len", "4096", "--num-gpu-blocks-override", "65"),
@@ -23,14 +24,15 @@ def found(done) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def compressed(demo_model, tmp_path_factory):
-    with serve(demo_model, COMPRESSED, tmp_path_factory.mktemp("server") / "log") as running:
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
+    with serve_forking(model, COMPRESSED, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def off(tiny, tmp_path_factory):
     flags = [*FLAGS, "--skip-tokenizer-init"]
-    with serve(tiny, flags, tmp_path_factory.mktemp("server") / "log") as running:
+    with serve_forking(tiny, flags, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
