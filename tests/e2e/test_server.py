@@ -15,6 +15,7 @@ import psutil
 import pytest
 from openai import BadRequestError, OpenAI
 
+from first_layers import LAYERS, first_layers
 from idling import wait_for
 from streams import listen
 from vllm_kvcompress.demo.ask import ask
@@ -38,7 +39,8 @@ NO_EOS = {"ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
-    with serve(demo_model, FLAGS, tmp_path_factory.mktemp("server") / "log") as running:
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
+    with serve(model, FLAGS, tmp_path_factory.mktemp("server") / "log") as running:
         yield running
 
 
@@ -66,7 +68,7 @@ def test_chat(server, client, text):
     assert len(done) == 1
     assert done[0].prompt_tokens == answer.usage.prompt_tokens
     assert done[0].blocks_after < done[0].blocks_before / 3
-    assert len(done[0].layer_tokens) == 30
+    assert len(done[0].layer_tokens) == LAYERS
     assert len(set(done[0].layer_tokens)) > 1  # CAKE gives layers different shares
 
 
@@ -121,7 +123,7 @@ def test_metrics_show_the_memory_come_back(server, client, text):
     stream = client.completions.create(
         model="demo",
         prompt=text,
-        max_tokens=48,
+        max_tokens=64,
         temperature=0,
         stream=True,
         extra_body=NO_EOS,
@@ -146,10 +148,10 @@ def test_the_demo_times_a_prompt_that_is_computed_in_full(server, text):
         return server.metric("vllm:prefix_cache_hits_total")
 
     before = hits()
-    first, again = (ask(server, text, tokens=64, salt=salt) for salt in ("one", "two"))
+    first, again = (ask(server, text, tokens=96, salt=salt) for salt in ("one", "two"))
     assert hits() == before
     assert first.token_ids == again.token_ids
-    assert len(first.token_ids) == 64  # many: most of them are to come when blocks are counted
+    assert len(first.token_ids) == 96  # many: most of them are to come when blocks are counted
     assert min(first.token_s, first.first_token_s) > 0
     assert first.compressed is not None
     assert first.compressed.prompt_tokens == first.prompt_tokens > 1500
