@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
 from checkpoints import talking
+from forks import serve_forking
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.serving.process import serve
 from vllm_kvcompress.serving.text import long_prompt
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
@@ -41,7 +41,7 @@ def model(demo_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     flags = [*COMMON, "--enable-scale-out"]  # /inference/v1/generate
-    with serve(model, flags, tmp_path_factory.mktemp("server") / "log") as running:
+    with serve_forking(model, flags, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
