@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from checkpoints import english, talking
+from forks import forking
 from vllm_kvcompress.compare import server
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import distance
@@ -25,11 +26,14 @@ BUDGETS = (0.5, 0.2)
 @pytest.fixture(scope="module")
 def url(demo_model, tmp_path_factory):
     model = Path(talking(tmp_path_factory.mktemp("model"), demo_model))
-    log = tmp_path_factory.mktemp("server") / "log"
+    folder = tmp_path_factory.mktemp("server")
     methods = ("snapkv", "random")
     cells = [Cell(method=method, budget=budget) for method in methods for budget in BUDGETS]
-    with server.start(model, FLAGS, cells, log) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in forking(folder).items():
+            patch.setenv(name, value)
+        with server.start(model, FLAGS, cells, folder / "log") as url:
+            yield url
 
 
 def by_hand(url, prompt, xargs):
