@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from broken_sites import WITHOUT_VLLM, broken, without
+from first_layers import LAYERS, first_layers
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.scheduling.planning import Planner
@@ -49,8 +50,9 @@ def checks(done) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def explained(demo_model, tmp_path_factory, run_in):
     folder = tmp_path_factory.mktemp("explained")
+    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
     done = run_in(
-        folder, "doctor", demo_model, "--kv-budget", "0.2", "--tokens", "2000", "--explain",
+        folder, "doctor", model, "--kv-budget", "0.2", "--tokens", "2000", "--explain",
         "--picture", "kept.png", "--json", "--", "--enforce-eager", "--max-model-len", "2304",
         "--num-gpu-blocks-override", "33", "--dtype", "float32",
     )  # fmt: skip
@@ -73,7 +75,7 @@ def test_a_real_model_is_well(explained):
 
 def plan_of(tokens: int, budget: float):
     settings = CompressionConfig.parse({"compress": RECOMMENDED, "budget": budget})
-    plan = page_plan(settings.prompt(30, tokens), 128)
+    plan = page_plan(settings.prompt(LAYERS, tokens), 128)
     assert plan is not None
     return plan
 
@@ -81,10 +83,10 @@ def plan_of(tokens: int, budget: float):
 def test_what_it_explains_is_exactly_what_was_planned(explained):
     kept = json.loads(explained[0].stdout)["kept"]
     plan = plan_of(2000, 0.2)
-    assert sum(kept["kept_tokens"]) == plan.pages * 128 + 30 * plan.tail
+    assert sum(kept["kept_tokens"]) == plan.pages * 128 + LAYERS * plan.tail
     assert (kept["method"], kept["budget"], kept["prompt_tokens"]) == (RECOMMENDED, 0.2, 2000)
     assert len(set(kept["kept_tokens"])) > 1  # CAKE gives layers different shares
-    assert len(kept["share"]) == 30
+    assert len(kept["share"]) == LAYERS
     for tokens, share in zip(kept["kept_tokens"], kept["share"], strict=True):
         edges = [-(-bucket * 2000 // len(share)) for bucket in range(len(share) + 1)]
         held = sum(
@@ -102,7 +104,7 @@ def test_the_picture_has_a_row_per_layer(explained):
     rows = decoded(folder / "kept.png")
     # a column of the heat map's last tokens, which every layer keeps, is one dark run; the bars
     # right of it are one run per layer
-    assert bars(rows, column=round(len(rows[0]) * 0.7475)) == 30
+    assert bars(rows, column=round(len(rows[0]) * 0.7475)) == LAYERS
 
 
 def decoded(path) -> list[list[tuple[int, int, int]]]:
@@ -134,10 +136,10 @@ def test_the_text_has_a_line_per_layer_with_the_same_tokens(explained):
     out = io.StringIO()
     show_kept(kept, Console(file=out, width=100))
     lines = [line for line in out.getvalue().splitlines() if line[:5].strip().isdigit()]
-    assert [int(line[:5]) for line in lines] == list(range(30))
+    assert [int(line[:5]) for line in lines] == list(range(LAYERS))
     shown = [int(line.split()[1].replace(",", "")) for line in lines]
     plan = plan_of(2000, 0.2)
-    assert sum(shown) == plan.pages * 128 + 30 * plan.tail
+    assert sum(shown) == plan.pages * 128 + LAYERS * plan.tail
     assert all(line.rstrip()[-1] in "▁▂▃▄▅▆▇█" for line in lines)
 
 
