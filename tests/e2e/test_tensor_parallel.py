@@ -20,6 +20,7 @@ import pytest
 from broken_sites import broken
 from checkpoints import make, tokens
 from engines import Engine, engine, settings
+from forks import FORKS
 from idling import wait_for
 from local_ray import DEVICE, local_ray
 from own_workers import workers_with
@@ -181,6 +182,7 @@ def ended_with_the_rank(said: str) -> None:
 # -- as Ray's actors -------------------------------------------------------------------------------
 
 
+# The engine is a fork of it.
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -204,7 +206,7 @@ if __name__ == "__main__":
 def start(model: str, rounds: Sequence[tuple[str, int]], **environment: str) -> Done:
     """Run the script: one engine of two actors, and in a process of its own."""
     script = Path(model).with_name("script.py")
-    script.write_text(SCRIPT)
+    script.write_text(FORKS + SCRIPT)
     asked = [(method, new, asks(method, new)) for method, new in rounds]
     return subprocess.run(
         [sys.executable, str(script), json.dumps([model, SETTINGS, asked, PROMPTS])],
@@ -229,8 +231,16 @@ def answers(done: Done) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def two_nodes():
-    with local_ray([SECOND_FAILS] * 2) as environment:
+def gone(tmp_path_factory):
+    """As long as this file is there, the second node's new processes are without this package."""
+    return tmp_path_factory.mktemp("nodes") / "gone"
+
+
+@pytest.fixture(scope="module")
+def two_nodes(gone):
+    without = f"import os, sys\nif os.path.exists({str(gone)!r}):\n"
+    without += "    sys.modules['vllm_kvcompress'] = None\n"
+    with local_ray([SECOND_FAILS, SECOND_FAILS + without]) as environment:
         yield environment
 
 
@@ -243,6 +253,17 @@ def test_an_actor_that_could_not_pack_is_not_believed_by_the_others(model, two_n
     assert done.returncode != 0
     ended_with_the_rank(done.stdout + done.stderr)
     assert answers(done) == [on_two.answers["snapkv"]]
+
+
+def test_a_node_without_this_package_is_told_before_anything_is_served(model, two_nodes, gone):
+    """It stands before the tests of `on_ray` too."""
+    gone.touch()
+    done = start(model, ROUNDS[:1], **two_nodes)
+    gone.unlink()
+    assert done.returncode != 0
+    assert not answers(done)
+    log = done.stdout + done.stderr
+    assert "ModuleNotFoundError: import of vllm_kvcompress halted" in log
 
 
 @pytest.fixture(scope="module")
@@ -338,13 +359,3 @@ def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
     with pytest.raises(SeamError, match=r"\['long-.*'\], came back with none acknowledged"):
         step_to_the_end(on_ray, seen)
     assert not seen
-
-
-def test_a_node_without_this_package_is_told_before_anything_is_served(model):
-    gone = "import sys; sys.modules['vllm_kvcompress'] = None"
-    with local_ray(["", gone]) as environment:
-        done = start(model, ROUNDS[:1], **environment)
-    assert done.returncode != 0
-    assert not answers(done)
-    log = done.stdout + done.stderr
-    assert "ModuleNotFoundError: import of vllm_kvcompress halted" in log
