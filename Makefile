@@ -69,7 +69,7 @@ test: packages model lint docs  ## everything CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --slowest-files 15
 
-# An hour. TIMES=100: five times as many.
+# Some fifty minutes on two cores, by what TIMES=2 took.
 TIMES ?= 20
 soak: setup  ## many times the seeded random requests that `make test` sends
 	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py

@@ -39,7 +39,8 @@ exec /usr/sbin/chroot "$root" /usr/bin/setpriv "$@"
 """
 
 
-# what a build compiles less often with, and where the suite's own environment is
+# Folders that a build sees below /run: a `sitecustomize` that lets pip take bytecode from the
+# suite's own environment, and that environment's packages.
 COMPILED_ONCE = {
     "compiled_once": Path(__file__).with_name("compiled_once"),
     "compiled": Path(sysconfig.get_path("purelib")),

@@ -1,6 +1,7 @@
 """The CPU image, built by its own steps and started by its own entrypoint, without Docker.
 
-See `image_root`: a read-only root file system, a user without rights, and process number 1.
+See `image_root`: a read-only root file system, a user without rights, and process number 1. Of
+modules that the suite's own environment has too, pip takes the bytecode from there.
 """
 
 import concurrent.futures

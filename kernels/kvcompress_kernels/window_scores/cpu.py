@@ -214,20 +214,19 @@ def _logits(
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
     q = query.float().view(w, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     q = q.reshape(kv_heads, -1, dim)
-    bfloat16 = query.dtype == key_pages.dtype == torch.bfloat16 and multiplies_bfloat16()
-    if not bfloat16:
-        q = q * scale
-    tiles = []
-    for first in range(0, len(pages), step):
-        k = key_pages[pages[first : first + step]].permute(1, 2, 0, 3)
-        k = k.reshape(kv_heads, dim, -1).float()[:, :, : tokens - first * block]
-        if bfloat16:
-            # the scale multiplies the sums: a bfloat16 does not hold a query times its scale
-            with _products_in_bfloat16():
-                tiles.append(torch.baddbmm(k.new_empty(()), q, k, beta=0, alpha=scale))
-        else:
-            tiles.append(torch.matmul(q, k))
-    return tiles
+    keys = (
+        key_pages[pages[first : first + step]]
+        .permute(1, 2, 0, 3)
+        .reshape(kv_heads, dim, -1)
+        .float()[:, :, : tokens - first * block]
+        for first in range(0, len(pages), step)
+    )
+    if query.dtype == key_pages.dtype == torch.bfloat16 and multiplies_bfloat16():
+        # the scale multiplies the sums: a bfloat16 does not hold a query times its scale
+        with _products_in_bfloat16():
+            return [torch.baddbmm(k.new_empty(()), q, k, beta=0, alpha=scale) for k in keys]
+    q = q * scale
+    return [torch.matmul(q, k) for k in keys]
 
 
 def multiplies_bfloat16() -> bool:
