@@ -30,7 +30,7 @@ from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import loops, similarity
-from vllm_kvcompress.compare.tasks import KNOWN, TASKS, Item, build_items, score
+from vllm_kvcompress.compare.tasks import ORDINARY, TASKS, Item, build_items
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.method_of import method_of
@@ -142,7 +142,7 @@ def measure_task(
     for line in lines(args.out):
         if all(line.get(key) == value for key, value in where.items()):
             known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-            if line["method"] == FULL and not line["score"] and task in KNOWN:
+            if line["method"] == FULL and not line["score"] and is_known(task):
                 known[line["item"]].add(("unknown", 0.0))
     items = items_of(reader, args, task)
     begins: dict[str, list[int]] = {}
@@ -182,9 +182,14 @@ def measure_task(
             for result in results:
                 row = {**origin, "task": task, "item": item.name, "group": item.group, **result}
                 out.write(json.dumps(row) + "\n")
-        answered += right > 0 or not item.answers
+        answered += right > 0 or not item.known
         spent = time.perf_counter() - start
         print(f"{item.name}: {answered} of {args.count} answered, {spent:.0f} s", flush=True)
+
+
+def is_known(task: str) -> bool:
+    """Whether anything is known of right answers, which the full cache may not give."""
+    return task not in {*ORDINARY, TASK}
 
 
 def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
@@ -196,7 +201,7 @@ def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
         return [roomy(item, args.max_tokens) for item in items]
     items = build_items(
         [task],
-        count=args.count * (MOST_ASKED if task in KNOWN else 1),
+        count=args.count * (MOST_ASKED if is_known(task) else 1),
         tokens=args.tokens,
         seed=args.seed,
         question="last" if args.question in (OPEN, LATE) else args.question,
@@ -248,11 +253,11 @@ def read_items(
     for item, after in zip(items, [*items[1:], None], strict=True):
         if not is_todo(item):
             continue
-        ids = reader.encode(item.messages)
+        ids = reader.encode(item.messages, item.tools)
         if shared is None or shared.ids != ids[: len(shared.ids)]:
             shared = None
             if after is not None and after.group == item.group:
-                common = shared_length(ids, reader.encode(after.messages))
+                common = shared_length(ids, reader.encode(after.messages, after.tools))
                 if len(ids) // 2 < common < len(ids):
                     shared = reader.read(ids[:common], sums=sums)
         yield item, reader.read(ids, sums=sums, earlier=shared)
@@ -280,14 +285,14 @@ def measure(
         begun: tokens with which the answer begins.
     """
     full = full_answer(reader, item, prompt, begun)
-    right = score(item.answers, full.text)
+    right = item.score(full.text)
     length = len(prompt.ids)
     out: list[dict[str, Any]] = [
         {"method": FULL, "budget": 1.0, "score": right, "prompt_tokens": length, "kept": 1.0}
     ]
-    if item.answers and not right:
+    if item.known and not right:
         return out
-    own_answers = own_answers or bool(item.answers)
+    own_answers = own_answers or item.known
     for answered, pairs in by_lookahead(todo, methods).items():
         after = full.after(answered)
         if after is None:
@@ -352,15 +357,18 @@ def line_of(
     line = {
         "method": name,
         "budget": budget,
-        "score": score(item.answers, each.text),
-        "full": score(item.answers, full.text),
+        "score": item.score(each.text),
+        "full": item.score(full.text),
         "same": each.same,
         "kl": each.mean_kl,
         "top1": each.top1,
         "kept": 1.0,
         "packed": packed,
     }
-    if item.answers:
+    if item.rules:
+        own, whole = item.obeyed(each.text), item.obeyed(full.text)
+        return line | {"rules": {name: [own[name], whole[name]] for name in own}}
+    if item.known:
         return line
     line |= {
         "kl_at": [round(kl, 5) for kl in each.kl],

@@ -1,6 +1,7 @@
 """A causal language model that keeps its prompt's cache where we can reach it."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from kvcompress_kernels.column_sums import column_sums
+from vllm_kvcompress.compare.tasks import Message
 
 LONGEST_WINDOW = 128
 """Queries of the last tokens that are kept, of a prompt and of what is packed behind it."""
@@ -177,10 +179,13 @@ def _attention(
 AttentionInterface.register("kept_in_reach", _attention)
 
 
-def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+def encode(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """The prompt's tokens; a last message of the assistant is gone on with.
 
-    Where that is the only one, it is plain text.
+    Where that is the only one, it is plain text. Arguments of calls are JSON in a text, and
+    templates take them as objects, as vLLM hands them out too.
     """
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         plain: list[int] = tokenizer.encode(messages[0]["content"])
@@ -192,11 +197,24 @@ def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
         )
     begun = messages[-1]["role"] == "assistant"
     text: str = tokenizer.apply_chat_template(
-        list(messages[:-1] if begun else messages), tokenize=False, add_generation_prompt=True
+        [_opened(message) for message in (messages[:-1] if begun else messages)],
+        tools=list(tools) or None,
+        tokenize=False,
+        add_generation_prompt=True,
     )
     text += messages[-1]["content"] if begun else ""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
+
+
+def _opened(message: Message) -> dict[str, Any]:
+    """A message whose calls have their arguments as an object."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(arguments)}}
+        for call in message.get("tool_calls", ())
+        for arguments in [call["function"]["arguments"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 class Reader:
@@ -228,8 +246,10 @@ class Reader:
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self._folder)
 
-    def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return encode(self.tokenizer, messages)
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        return encode(self.tokenizer, messages, tools)
 
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer.encode(text, add_special_tokens=False))

@@ -215,3 +215,29 @@ def test_built_in_tasks(compare, fake, tmp_path):
     assert began
     assert all(b["continue_final_message"] and not b["add_generation_prompt"] for b in began)
     assert "Score by task" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_earlier_turn_is_asked_before_its_chat_in_the_same_cache(compare, fake):
+    compare(
+        *("--url", fake.url, "--tasks", "two-turns", "--length", "200", "--count", "2"),
+        *("--methods", "cake", "--budgets", "0.5", "--no-baselines"),
+    )
+    by_salt: dict[str, list] = {}
+    for body in fake.prompts:
+        by_salt.setdefault(body["cache_salt"], []).append(body)
+    turns = [bodies for bodies in by_salt.values() if len(bodies) == 2]
+    assert len(turns) == 2 * 2
+    for first, second in turns:
+        assert first["messages"] == second["messages"][:1]
+        assert "continue_final_message" not in first
+        assert second["continue_final_message"]
+        assert first["vllm_xargs"] == second["vllm_xargs"]
+
+
+def test_tools_are_sent_with_their_choice_taken_away(compare, fake, tmp_path):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    line = {"messages": [{"role": "user", "content": "7"}], "tools": [tool], "tool_choice": "auto"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(line))
+    compare("--url", fake.url, "--prompts", "mine.jsonl", *CELLS)
+    assert {json.dumps(body["tools"]) for body in fake.prompts} == {json.dumps([tool])}
+    assert {body["tool_choice"] for body in fake.prompts} == {"none"}

@@ -116,3 +116,14 @@ def test_divergence_adds_up_places():
 )
 def test_a_loop_is_the_same_words_four_times_at_the_end(text, ends_in_a_loop):
     assert loops(text) is ends_in_a_loop
+
+
+def test_words_that_stand_in_three_places_are_a_loop():
+    run = "the cat sat on the mat and slept"
+    assert loops(f"{run} soundly. {run} again, and {run} at last, and then the cat woke up again")
+    assert not loops(f"{run} soundly. {run} again, and then the cat woke up")
+    seven = run.rsplit(" ", 1)[0]
+    assert not loops(f"{seven} so. {seven} here. {seven} there, and then the cat woke up")
+    # places do not reach into one another: these words stand in two
+    assert not loops("a b c d " * 5 + "x y")
+    assert loops("a b c d " * 6 + "x y")

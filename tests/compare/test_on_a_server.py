@@ -51,6 +51,17 @@ def first(place):
     return max(place["top_logprobs"], key=lambda likely: likely["logprob"])["token"]
 
 
+def likely(place):
+    return {each["token"]: each["logprob"] for each in (*place["top_logprobs"], place)}
+
+
+def bound_of_kl(p, q):
+    """Over the tokens that both tell, and all others as one."""
+    both = [(math.exp(p[name]), math.exp(q[name])) for name in p.keys() & q.keys()]
+    both.append(tuple(1 - sum(side) for side in zip(*both, strict=True)) if both else (1.0, 1.0))
+    return max(sum(a * math.log(a / b) for a, b in both if a > 1e-6), 0.0)
+
+
 def test_it_reports_what_the_server_answers(url, compare, tmp_path):
     text = english()
     prompts = [text[at : at + 1800] for at in (0, 40_000, 80_000)] + ["A short one."]
@@ -80,7 +91,7 @@ def test_it_reports_what_the_server_answers(url, compare, tmp_path):
         told = [usage["prompt_tokens_details"]["kv_compress"] for _, usage in other]
         kept = sum(t["kept_tokens"] for t in told) / sum(t["prompt_tokens"] for t in told)
         assert cell["kept"] == pytest.approx(kept)
-        similar, same, places, top = [], [], 0, 0
+        similar, same, places, top, lost = [], [], 0, 0, 0.0
         for whole, (places_of, _) in zip(full, other, strict=True):
             a, b = ([p["token"] for p in side] for side in (whole, places_of))
             similar.append(1 - distance(a, b) / max(len(a), len(b)))
@@ -88,12 +99,12 @@ def test_it_reports_what_the_server_answers(url, compare, tmp_path):
             parts = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 11)
             for p, q in list(zip(whole, places_of, strict=False))[1 : parts + 1]:
                 places, top = places + 1, top + (first(p) == first(q))
+                lost += bound_of_kl(*(likely(place) for place in (p, q)))
         assert cell["similarity"]["mean"] == pytest.approx(fmean(similar))
         assert cell["exact"]["mean"] == fmean(same)
         assert cell["places"] == places
         assert cell["same_first"]["mean"] == pytest.approx(top / places)
-        assert math.isfinite(cell["kl"]["mean"])
-        assert cell["kl"]["mean"] > 0
+        assert cell["kl"]["mean"] == pytest.approx(lost / places, abs=1e-9)
         assert min(v for v in cell["times"].values()) > 0
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
 
@@ -106,3 +117,30 @@ def test_a_budget_that_the_server_refuses(url, compare, tmp_path):
     assert done.status == 2
     assert "the server refuses snapkv 0.1: kv_budget must be between 0.2 and 0.5" in done.err
     assert "--kv-budget-bounds" in done.err
+
+
+def hits(url):
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_tests_of_trust_are_asked_as_a_server_takes_them(url, compare, tmp_path):
+    """Tools without a parser for their calls, results of tools, and a second turn of a chat."""
+    before = hits(url)
+    done = compare(
+        *("--url", url, "--tasks", "secret,json,tool-call,two-turns", "--length", "1100"),
+        *("--count", "2", "--methods", "snapkv", "--budgets", "0.5", "--no-baselines", "--no-kl"),
+        *("--json", "--keep-text"),
+    )
+    assert done.status == 1, done.err
+    found = json.loads(done.out)
+    (cell,) = found["cells"]
+    assert (cell["asked"], cell["compressed"]) == (8, 8)
+    # what says nothing tells no secret, and answers nothing else
+    assert cell["obeyed"]["secret"]["mean"] == 1.0
+    assert "| snapkv | 0.5 | 1.00 [1.00, 1.00], 2 |" in (tmp_path / "out/report.md").read_text()
+    lines = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
+    two = [line for line in map(json.loads, lines) if line["name"].startswith("two-turns")]
+    assert len(two) == 4
+    # of both turns of each, on both sides, the second finds the first; 32 tokens are a block
+    assert hits(url) - before >= 4 * 25 * 32

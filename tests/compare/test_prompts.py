@@ -31,6 +31,22 @@ def test_both_forms_of_a_line(tmp_path):
     assert {i.task for i in (first, second, third)} == {"prompts"}
 
 
+def test_a_line_of_an_agents_traffic(tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = [
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "that one"},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    bare, told = read(
+        tmp_path, {"messages": chat}, {"messages": chat, "tools": [tool], "tool_choice": "auto"}
+    )
+    assert (bare.messages, bare.tools) == (tuple(chat), ())
+    assert (told.messages, told.tools) == (tuple(chat), (tool,))
+    assert len({*keys([bare, told])}) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -46,10 +62,20 @@ def test_both_forms_of_a_line(tmp_path):
         ({"messages": [{"role": "user"}]}, "message 1 must be an object with role and content"),
         ({"messages": ["secret"]}, "message 1 must be an object with role and content"),
         (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
-            "got tool_calls as well",
+            {"messages": [{"role": "assistant", "content": "", "audio": []}]},
+            "got audio as well",
         ),
-        ({"prompt": "secret", "tools": []}, "has tools, which would change what is asked"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+            "tool_calls must be a list of calls, each with its function",
+        ),
+        ({"messages": [{"role": "tool", "content": None}]}, "must be an object with role and"),
+        ({"prompt": "secret", "tools": [{"function": {}}]}, "tools need messages"),
+        (
+            {"messages": [{"role": "user", "content": "secret"}], "tools": ["secret"]},
+            "tools must be a list of objects, each with its function",
+        ),
+        ({"prompt": "secret", "functions": []}, "has functions, which would change what is"),
         ({"prompt": "secret", "max_tokens": "9"}, "max_tokens must be a whole number"),
         ({"prompt": "secret", "max_tokens": True}, "max_tokens must be a whole number"),
         ({"prompt": "secret", "max_tokens": 1}, "at least 2"),

@@ -18,7 +18,7 @@ from vllm_kvcompress.compare import prompts, server
 from vllm_kvcompress.compare.client import Cell, Client
 from vllm_kvcompress.compare.comparison import Comparison
 from vllm_kvcompress.compare.picture import save_picture
-from vllm_kvcompress.compare.report import TABLES, Column, Report, markdown
+from vllm_kvcompress.compare.report import TABLES, Column, Report, markdown, obeyed_columns
 from vllm_kvcompress.compare.summary import By
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError, KVCompressError
@@ -305,6 +305,8 @@ def _show(report: Report, folder: Path) -> None:
     console.print(report.title, style="bold")
     for columns in TABLES.values():
         console.print(_table(columns, report))
+    if any(summary.obeyed for summary in report.summaries):
+        console.print(_table(obeyed_columns(report.summaries, by_rule=False), report))
     # In a log a sentence is a line.
     wide = not console.is_terminal
     for note in report.notes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.compare.tasks import Item
+from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
 from vllm_kvcompress.settings.overrides import BUDGET, COMPRESS
 
@@ -101,12 +101,20 @@ class Client:
     def ask(self, item: Item, cell: Cell) -> Answer:
         """Ask once, and again a few times where the server fails or cannot be reached.
 
+        Earlier turns of the same chat are asked before, so that the server has them in its cache.
+
         Raises:
             Refused: the server does not take this request (a 4xx); asking again is no use.
             Unreachable: it did not answer, however often it was asked.
             Interrupted: the run is to end.
         """
-        body = self._body(item, cell)
+        # Both sides compute every prompt in full: else the second would find the first's.
+        salt = uuid.uuid4().hex
+        for messages in item.turns:
+            self._ask(self._body(item, item.messages[:messages], cell, salt))
+        return self._ask(self._body(item, item.messages, cell, salt))
+
+    def _ask(self, body: Mapping[str, Any]) -> Answer:
         for wait_s in (*_WAITS_S, None):
             try:
                 return self._once(body)
@@ -129,10 +137,12 @@ class Client:
         except (ValueError, KeyError, TypeError):
             raise Refused("/tokenize", status, answer[:200]) from None
 
-    def _body(self, item: Item, cell: Cell) -> dict[str, Any]:
+    def _body(
+        self, item: Item, messages: Sequence[Message], cell: Cell, salt: str
+    ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": list(item.messages),
+            "messages": list(messages),
             "max_tokens": item.max_tokens,
             "temperature": 0,
             "seed": 0,
@@ -141,11 +151,13 @@ class Client:
             "logprobs": True,
             "top_logprobs": self.top,
             "return_tokens_as_token_ids": True,
-            # Both sides compute every prompt in full: else the second would find the first's.
-            "cache_salt": uuid.uuid4().hex,
+            "cache_salt": salt,
             "vllm_xargs": cell.xargs,
         }
-        if item.messages[-1]["role"] == "assistant":
+        if item.tools:
+            # Calls are read out of what the model writes: so no server needs a parser for them.
+            body |= {"tools": list(item.tools), "tool_choice": "none"}
+        if messages[-1]["role"] == "assistant":
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body
 

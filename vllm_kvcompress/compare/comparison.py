@@ -96,11 +96,12 @@ class Comparison:
         Raises:
             ConfigError: the folder has a run that this is not, or `by` cannot be had.
         """
-        if by == "score" and not any(item.answers for item in items):
+        if by == "score" and not any(item.known for item in items):
             raise ConfigError("--by score needs prompts with an answer, and none has one")
         keys = prompts.keys(items)
         # An answer that was corrected would be scored beside the old one's scores.
-        told = sorted(f"{key} {item.answers}" for key, item in zip(keys, items, strict=True))
+        known = ((key, item.answers, item.rules) for key, item in zip(keys, items, strict=True))
+        told = sorted(map(str, known))
         digest = hashlib.sha256("\n".join(told).encode(errors="backslashreplace")).hexdigest()
         self._settings = {
             **settings,

@@ -16,7 +16,7 @@ from vllm_kvcompress.compare.outcome import OUTCOME, Outcome
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 
-_VERSION = 2
+_VERSION = 3
 RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"
 
 
@@ -138,6 +138,7 @@ class Journal:
             "cell": str(cell),
             "messages": item.messages,
             "answers": item.answers,
+            "rules": item.obeyed(text),
             "text": text,
         }
         line = json.dumps(kept, ensure_ascii=False) + "\n"

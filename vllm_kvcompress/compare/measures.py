@@ -10,6 +10,8 @@ _ROUNDING = 1e-6
 """What float32 probabilities that should add up to 1 may miss."""
 _TIMES = 4
 """So often said in a row, words are a loop."""
+_RUN, _RUNS = 8, 3
+"""So many words that stand in so many places are a loop, whatever stands between them."""
 PLACES: Mapping[str, slice] = {
     "1 to 32": slice(0, 32),
     "33 to 64": slice(32, 64),
@@ -69,12 +71,26 @@ def distance(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def loops(text: str) -> bool:
-    """Whether an answer ends by saying the same words `_TIMES` times in a row, or more.
+    """Whether an answer says the same again and again.
 
-    Its last word may have been cut off, and is then no part of what is said again.
+    It ends by saying the same words `_TIMES` times in a row, or more; its last word may have been
+    cut off, and is then no part of what is said again. Or the same `_RUN` words stand in it
+    `_RUNS` times, none of them in two of these places.
     """
     words = text.split()
-    return _ends_alike(words) or _ends_alike(words[:-1])
+    return _ends_alike(words) or _ends_alike(words[:-1]) or _comes_again(words)
+
+
+def _comes_again(words: list[str]) -> bool:
+    seen: dict[tuple[str, ...], tuple[int, int]] = {}
+    for at in range(len(words) - _RUN + 1):
+        run = tuple(words[at : at + _RUN])
+        times, free = seen.get(run, (0, 0))
+        if at >= free:
+            seen[run] = times + 1, at + _RUN
+            if times + 1 == _RUNS:
+                return True
+    return False
 
 
 def _ends_alike(words: list[str]) -> bool:

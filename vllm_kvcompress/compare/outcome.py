@@ -15,7 +15,7 @@ from vllm_kvcompress.compare.measures import (
     divergence,
     loops,
 )
-from vllm_kvcompress.compare.tasks import Item, score
+from vllm_kvcompress.compare.tasks import Item
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -36,7 +36,10 @@ class Outcome:
         places, same_first, kl: over the text that both share (`measures.Divergence`); None where
             the server tells no log-probabilities.
         by_place: the same for each of `measures.PLACES`.
-        score, full_score: share of the answers that is named; None where none are known.
+        score, full_score: share of what is known of a right answer that holds (`Item.score`); None
+            where nothing is known.
+        rules: of each of the prompt's rules, by its name, whether it is obeyed on this side and on
+            the other.
         first_token_s, token_s: on this side, in seconds; `full_` on the other. `token_s` is None
             for an answer of one token.
     """
@@ -61,6 +64,7 @@ class Outcome:
     by_place: tuple[Divergence, ...] | None
     score: Share | None
     full_score: Share | None
+    rules: dict[str, tuple[bool, bool]]
     first_token_s: Amount
     token_s: Amount | None
     full_first_token_s: Amount
@@ -95,6 +99,7 @@ class Outcome:
         tokens = all(sides) or not (full.text or other.text)
         found: Agreement = agreement(*sides) if tokens else agreement(full.text, other.text)
         by_place = _by_place(full, other, found) if kl else None
+        full_obeyed = item.obeyed(full.text)
         return cls(
             key=key,
             task=item.task,
@@ -114,8 +119,12 @@ class Outcome:
             same_first=None if by_place is None else sum(each.same_first for each in by_place),
             kl=None if by_place is None else fsum(each.kl for each in by_place),
             by_place=by_place,
-            score=score(item.answers, other.text) if item.answers else None,
-            full_score=score(item.answers, full.text) if item.answers else None,
+            score=item.score(other.text) if item.known else None,
+            full_score=item.score(full.text) if item.known else None,
+            rules={
+                name: (obeyed, full_obeyed[name])
+                for name, obeyed in item.obeyed(other.text).items()
+            },
             first_token_s=other.first_token_s,
             token_s=other.token_s,
             full_first_token_s=full.first_token_s,

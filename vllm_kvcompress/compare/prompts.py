@@ -13,10 +13,11 @@ TASK = "prompts"
 """What an operator's own prompts belong to."""
 
 _CHANGES_THE_PROMPT = frozenset(
-    {"tools", "functions", "response_format", "structured_outputs", "chat_template"}
+    {"functions", "response_format", "structured_outputs", "chat_template"}
     | {"chat_template_kwargs", "documents", "mm_processor_kwargs"}
 )
 """Fields of a chat body that would make another prompt or answer of it, and are not sent."""
+_OF_A_MESSAGE = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _FORM = '{"messages": [...]} as in an OpenAI chat body, or {"prompt": "..."}'
 
 
@@ -24,8 +25,9 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
     """The prompts of a JSONL file, in its order.
 
     A line is ``{"messages": [...]}`` or ``{"prompt": "..."}``, with ``max_tokens`` (or
-    ``max_completion_tokens``), and ``answer`` or ``answers`` where they are known. Of a chat body's
-    other fields, those that say how to sample are left out: every answer here is greedy.
+    ``max_completion_tokens``), and ``answer`` or ``answers`` where they are known. A chat may have
+    ``tools``, and messages that call them and tell what came of it. Of a body's other fields, those
+    that say how to sample are left out: every answer here is greedy.
 
     Args:
         max_tokens: of prompts that do not say it themselves.
@@ -51,8 +53,9 @@ def read_prompts(path: Path, *, max_tokens: int) -> list[Item]:
 
 def key(item: Item) -> str:
     """A name for a prompt that does not tell it: SHA-256 over what is sent."""
-    sent = json.dumps([item.messages, item.max_tokens], sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(sent.encode()).hexdigest()
+    sent = [item.messages, item.max_tokens, *([item.tools] if item.tools else ())]
+    written = json.dumps(sent, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def keys(items: Sequence[Item]) -> list[str]:
@@ -98,6 +101,7 @@ def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
         messages=_messages(body, where),
         answers=_answers(body, where),
         max_tokens=limit,
+        tools=_tools(body, where),
     )
 
 
@@ -112,18 +116,39 @@ def _messages(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages must be a list that is not empty")
     for place, message in enumerate(messages, 1):
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str | list) or not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f"{where}: message {place} must be an object with role and content, both texts"
-            )
-        if message.keys() - {"role", "content", "name"}:
-            raise ConfigError(
-                f"{where}: message {place} must have role and content alone, got"
-                f" {', '.join(sorted(message.keys() - {'role', 'content', 'name'}))} as well;"
-                " calls of tools are not supported"
-            )
+        _check_message(message, f"{where}: message {place}")
     return tuple(messages)
+
+
+def _check_message(message: Any, which: str) -> None:
+    """Refuse what is no message of a chat."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"{which} must be an object with role and content, both texts")
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if not isinstance(content, str | list) and not (calls and content is None):
+        raise ConfigError(f"{which} must be an object with role and content, both texts")
+    if calls is not None and not (
+        isinstance(calls, list)
+        and all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls)
+    ):
+        raise ConfigError(f"{which}: tool_calls must be a list of calls, each with its function")
+    if more := sorted(message.keys() - _OF_A_MESSAGE):
+        raise ConfigError(
+            f"{which} may have {', '.join(sorted(_OF_A_MESSAGE))}, got {', '.join(more)} as well;"
+            " take it out, or the line"
+        )
+
+
+def _tools(body: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
+    ):
+        raise ConfigError(f"{where}: tools must be a list of objects, each with its function")
+    if tools and "prompt" in body:
+        raise ConfigError(f"{where}: tools need messages, and a prompt is given; write messages")
+    return tuple(tools)
 
 
 def _answers(body: dict[str, Any], where: str) -> tuple[str, ...]:

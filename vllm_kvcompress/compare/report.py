@@ -109,8 +109,8 @@ _ANSWERS = (
     ),
     Column(
         name="score",
-        meaning="Share of the known answers that are named, mean of the prompts, with its 95 %"
-        " interval.",
+        meaning="Share of the known answers that are named, and of the rules that are obeyed, mean"
+        " of the prompts, with its 95 % interval.",
         cell=lambda s: _with_interval(s.score),
     ),
     Column(
@@ -172,8 +172,8 @@ _ALONG = (
     ),
     Column(
         name="loops",
-        meaning="Answers that end by saying the same words four times or more, full cache ->"
-        " compressed.",
+        meaning="Answers that end by saying the same words four times or more, or say the same"
+        " eight words in three places, full cache -> compressed.",
         cell=lambda s: (
             NONE
             if s.loops is None or s.full_loops is None
@@ -235,6 +235,8 @@ def markdown(report: Report) -> str:
     parts += [_table(title, columns, report.summaries) for title, columns in TABLES.items()]
     if any(summary.tasks for summary in report.summaries):
         parts.append(_by_task(report.summaries))
+    if any(summary.obeyed for summary in report.summaries):
+        parts += [_obeyed(report.summaries), OBEYED]
     parts.append("## What the figures mean")
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
     if any(summary.baseline for summary in report.summaries):
@@ -243,6 +245,10 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+OBEYED = (
+    "Rules count where the full cache obeys them, and each figure is the share of those that the"
+    " compressed cache obeys too, with its 95 % interval and the prompts that it is of."
+)
 BASELINES = (
     "Methods in italics stand beside the others, for what those have to beat: they choose tokens"
     " without reading the prompt, and are never recommended."
@@ -290,3 +296,25 @@ def _by_task(summaries: Sequence[Summary]) -> str:
         for name in names
     ]
     return _table("Score by task (full cache)", [*_ANSWERS[:2], *columns], summaries)
+
+
+def obeyed_columns(summaries: Sequence[Summary], *, by_rule: bool) -> list[Column]:
+    """Of each task with rules, and perhaps of each rule, what is still obeyed."""
+    found = dict.fromkeys(name for summary in summaries for name in summary.obeyed)
+    names = [name for name in found if by_rule or ": " not in name]
+    return [
+        *_ANSWERS[:2],
+        *(Column(name=name, meaning=OBEYED, cell=_obeyed_of(name)) for name in names),
+    ]
+
+
+def _obeyed_of(name: str) -> Callable[[Summary], str]:
+    def cell(summary: Summary) -> str:
+        found = summary.obeyed.get(name)
+        return NONE if found is None else f"{_with_interval(found, 2)}, {found.prompts}"
+
+    return cell
+
+
+def _obeyed(summaries: Sequence[Summary]) -> str:
+    return _table("Rules obeyed", obeyed_columns(summaries, by_rule=True), summaries)

@@ -1,5 +1,6 @@
-"""Built-in tasks, built offline: RULER-style ones of words of our own, and ordinary requests."""
+"""Built-in tasks, built offline: some after RULER, ordinary requests, and tests of trust."""
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -9,11 +10,13 @@ from vllm_kvcompress.compare.tasks.items import (
     CountTokens,
     Item,
     Material,
+    Message,
     Question,
     QuestionAt,
     score,
 )
 from vllm_kvcompress.compare.tasks.ordinary import ORDINARY
+from vllm_kvcompress.compare.tasks.trust import TRUST
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 
@@ -21,8 +24,10 @@ __all__ = [
     "KNOWN",
     "ORDINARY",
     "TASKS",
+    "TRUST",
     "CountTokens",
     "Item",
+    "Message",
     "QuestionAt",
     "build_items",
     "score",
@@ -41,7 +46,7 @@ KNOWN: Mapping[str, Callable[[random.Random], Material]] = {
     "key-values": lists.key_values,
 }
 """Tasks whose right answers are known."""
-TASKS: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **ORDINARY}
+TASKS: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **ORDINARY, **TRUST}
 
 
 def build_items(
@@ -63,7 +68,8 @@ def build_items(
             on top. Texts end with a whole piece, so prompts are a little shorter.
         seed: of everything that is drawn.
         question: "last", after the text, or "first", before it. With the question first, how the
-            answer begins does not name what is asked: nothing behind the text does.
+            answer begins does not name what is asked: nothing behind the text does. What is asked
+            in a later turn than the text is asked there.
         count_tokens: the model's.
         questions_per_text: most questions about one text; None asks all that it has. Prompts of
             one text share a group.
@@ -91,13 +97,16 @@ def build_items(
 
 def _messages(
     material: Material, text: str, asked: Question, question: QuestionAt
-) -> tuple[dict[str, str], ...]:
+) -> tuple[Message, ...]:
     # A text may end with an empty line.
     told = f"{material.intro}\n\n{text.rstrip()}"
     if not asked.begin:
         # An ordinary request begins no answer and repeats nothing behind its text.
         both = (told, asked.ask) if question == "last" else (f"{asked.ask} The text follows.", told)
-        return ({"role": "user", "content": "\n\n".join(both)},)
+        content = "\n\n".join(both)
+        if asked.chat is not None:
+            return tuple(asked.chat(content, text))
+        return ({"role": "user", "content": content},)
     if question == "last":
         content = f"{told}\n\n{asked.ask}"
         begin = asked.begin
@@ -108,6 +117,15 @@ def _messages(
         )
         begin = "The answer is"
     return {"role": "user", "content": content}, {"role": "assistant", "content": begin}
+
+
+def _written(messages: Sequence[Message], asked: Question) -> str:
+    """All that a prompt says, tools and their calls as JSON."""
+    parts = [json.dumps(tool) for tool in asked.tools]
+    for message in messages:
+        parts += [json.dumps(call) for call in message.get("tool_calls", ())]
+        parts.append(message["content"])
+    return "\n".join(parts)
 
 
 def _item(
@@ -126,6 +144,9 @@ def _item(
         answers=asked.answers,
         max_tokens=asked.max_tokens,
         group=group,
+        rules=asked.rules,
+        tools=asked.tools,
+        turns=asked.turns,
     )
 
 
@@ -142,7 +163,7 @@ def _fitting(
 
     def length(pieces: int) -> int:
         messages = _messages(material, material.text(pieces), longest, question)
-        return count_tokens("\n".join(message["content"] for message in messages))
+        return count_tokens(_written(messages, longest))
 
     low, high = material.least, material.least + 1
     if (least := length(low)) > tokens:

@@ -1,12 +1,25 @@
-"""What a task hands out: prompts, and what a right answer names."""
+"""What a task hands out: prompts, and what a right answer names and obeys."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from statistics import fmean
+from typing import Any, Literal, Protocol
 
 QuestionAt = Literal["last", "first"]
 """Whether a prompt asks after its text, where an observation window sees it, or before it."""
+Message = Mapping[str, Any]
+"""A message of a chat, as OpenAI's bodies have it."""
+
+
+class Rule(Protocol):
+    """What a program can check of an answer."""
+
+    @property
+    def name(self) -> str:
+        """What figures of it are called; alike rules of different prompts share it."""
+
+    def obeyed(self, answer: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,20 +29,42 @@ class Item:
     Args:
         name: unlike any other of the run: the task, the number of the text, that of the question.
         task: what it belongs to.
-        messages: chat messages, each with ``role`` and ``content``. Where the last one is the
-            assistant's, it begins the answer, and the model goes on from there.
+        messages: chat messages, as a body has them. Where the last one is the assistant's, it
+            begins the answer, and the model goes on from there.
         answers: what a full answer names; empty where nobody knows.
+        rules: what a right answer obeys; no two have the same name.
         max_tokens: tokens that a full answer has room in.
         group: prompts over the same text, which are no independent samples; None for one that
             stands alone.
+        tools: schemas of functions that the model is told of, as a body has them.
+        turns: numbers of its first messages that are asked before, as earlier turns of the same
+            chat; what is answered then is not used.
     """
 
     name: str
     task: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     answers: tuple[str, ...]
     max_tokens: int
     group: str | None = None
+    rules: tuple[Rule, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    turns: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is known of a right answer."""
+        return bool(self.answers or self.rules)
+
+    def obeyed(self, answer: str) -> dict[str, bool]:
+        """Of each rule, by its name, whether this answer obeys it."""
+        return {rule.name: rule.obeyed(answer) for rule in self.rules}
+
+    def score(self, answer: str) -> float:
+        """Share of what is known of a right answer that holds of this one; 0 where nothing is."""
+        held = [float(each) for each in self.obeyed(answer).values()]
+        held += [score([each], answer) for each in self.answers]
+        return fmean(held) if held else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +77,21 @@ class Question:
             where it begins itself.
         answers: what a full answer names; empty where nobody knows.
         max_tokens: tokens that it has room in.
+        rules: what a right answer obeys.
+        chat: of the message with text and question, and of the text alone, the chat around it; None
+            where that message is all, and how the answer begins.
+        tools: as in `Item`.
+        turns: likewise.
     """
 
     ask: str
     begin: str
     answers: tuple[str, ...]
     max_tokens: int
+    rules: tuple[Rule, ...] = ()
+    chat: Callable[[str, str], Sequence[Message]] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,5 +129,9 @@ def score(answers: Sequence[str], text: str) -> float:
     """
     if not answers:
         return 0.0
-    named = [re.search(rf"(?<!\w){re.escape(a)}(?!\w)", text, re.IGNORECASE) for a in answers]
-    return sum(found is not None for found in named) / len(answers)
+    return sum(names(answer, text) for answer in answers) / len(answers)
+
+
+def names(answer: str, text: str) -> bool:
+    """Whether a text names an answer, as a whole word, capital letters or not."""
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None

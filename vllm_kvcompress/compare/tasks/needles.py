@@ -19,7 +19,8 @@ _INTRO = (
 )
 
 
-def _fact(key: str, value: str) -> str:
+def fact(key: str, value: str) -> str:
+    """A needle: the sentence that tells a key's number."""
     return f"The special number for {key} is {value}."
 
 
@@ -41,14 +42,15 @@ def _spread(
 
     def pieces(count: int) -> list[str]:
         text = list(islice(noise(), count))
-        for depth, fact in sorted(zip(depths, order, strict=True), reverse=True):
-            text.insert(round(depth * count), facts[fact])
+        for depth, place in sorted(zip(depths, order, strict=True), reverse=True):
+            text.insert(round(depth * count), facts[place])
         return text
 
     return pieces
 
 
-def _prose(facts: Sequence[str], questions: Sequence[Question], rng: random.Random) -> Material:
+def prose(facts: Sequence[str], questions: Sequence[Question], rng: random.Random) -> Material:
+    """Facts in prose that says nothing to remember, and questions about them."""
     seed = rng.random()
     pieces = _spread(facts, lambda: sentences(random.Random(seed)), rng)
     return Material(intro=_INTRO, pieces=pieces, least=0, joiner=" ", questions=questions)
@@ -57,8 +59,8 @@ def _prose(facts: Sequence[str], questions: Sequence[Question], rng: random.Rand
 def _keys_in_prose(rng: random.Random, count: int) -> Material:
     taken: set[str] = set()
     known = {city: number(rng, taken) for city in rng.sample(CITIES, count)}
-    return _prose(
-        [_fact(*pair) for pair in known.items()],
+    return prose(
+        [fact(*pair) for pair in known.items()],
         [_ask(key, (value,)) for key, value in known.items()],
         rng,
     )
@@ -82,11 +84,11 @@ def _needles_only(
     known = list(islice(draw(random.Random(seed)), 10))
 
     def noise() -> Iterator[str]:
-        return (_fact(*pair) for pair in islice(draw(random.Random(seed)), 10, None))
+        return (fact(*pair) for pair in islice(draw(random.Random(seed)), 10, None))
 
     return Material(
         intro=_INTRO,
-        pieces=_spread([_fact(*pair) for pair in known], noise, rng),
+        pieces=_spread([fact(*pair) for pair in known], noise, rng),
         least=0,
         joiner="\n",
         questions=[_ask(key, (value,), room) for key, value in known],
@@ -132,7 +134,7 @@ def multivalue(rng: random.Random) -> Material:
         )
         for city, values in known.items()
     ]
-    return _prose(facts, questions, rng)
+    return prose(facts, questions, rng)
 
 
 def multiquery(rng: random.Random) -> Material:
@@ -151,4 +153,4 @@ def multiquery(rng: random.Random) -> Material:
                 max_tokens=_FOUR_NUMBERS,
             )
         )
-    return _prose([_fact(*pair) for pair in known.items()], questions, rng)
+    return prose([fact(*pair) for pair in known.items()], questions, rng)

@@ -7,6 +7,7 @@ a hundred tokens and more, and the full cache's own answer is what they are judg
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle, islice
 
@@ -51,8 +52,8 @@ _INSTRUCTIONS: Mapping[str, Sequence[str]] = {
 }
 
 
-def _material(kind: str, rng: random.Random) -> Material:
-    """A stretch of the manual from where a paragraph begins, and one instruction."""
+def material(rng: random.Random) -> Material:
+    """A stretch of the manual from where a paragraph begins; nothing is asked of it yet."""
     lines, starts = _lines()
     start = rng.choice(starts)
 
@@ -60,8 +61,13 @@ def _material(kind: str, rng: random.Random) -> Material:
         # The manual ends where it must: a text that would be longer goes on from its beginning.
         return list(islice(cycle(lines), start, start + count))
 
-    question = Question(ask=rng.choice(_INSTRUCTIONS[kind]), begin="", answers=(), max_tokens=_ROOM)
-    return Material(intro=_INTRO, pieces=pieces, least=1, joiner="\n", questions=[question])
+    return Material(intro=_INTRO, pieces=pieces, least=1, joiner="\n", questions=[])
+
+
+def _request(kind: str, rng: random.Random) -> Material:
+    """Such a stretch, and one instruction."""
+    text, ask = material(rng), rng.choice(_INSTRUCTIONS[kind])
+    return replace(text, questions=[Question(ask=ask, begin="", answers=(), max_tokens=_ROOM)])
 
 
 @cache
@@ -77,7 +83,7 @@ def _lines() -> tuple[Sequence[str], Sequence[int]]:
 
 
 def _task(kind: str) -> Callable[[random.Random], Material]:
-    return lambda rng: _material(kind, rng)
+    return lambda rng: _request(kind, rng)
 
 
 ORDINARY: Mapping[str, Callable[[random.Random], Material]] = {

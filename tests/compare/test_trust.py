@@ -1,0 +1,182 @@
+"""Tests of trust: what a program can check of an answer, and prompts that ask for it."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outcomes import outcome
+from test_tasks import items, words
+from vllm_kvcompress.compare.client import Cell
+from vllm_kvcompress.compare.summary import summarise
+from vllm_kvcompress.compare.tasks import TRUST, Item
+from vllm_kvcompress.compare.tasks.items import Rule
+from vllm_kvcompress.compare.tasks.rules import (
+    Arguments,
+    Begins,
+    Calls,
+    Ends,
+    Keys,
+    Lines,
+    LowerCase,
+    NoDigit,
+    Parses,
+    Secret,
+    Values,
+    Without,
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "obeying", "breaking"),
+    [
+        (LowerCase(), ["all of it, 3 times"], ["Not all", "", " "]),
+        (NoDigit(), ["three"], ["3", "x3y", ""]),
+        (Begins("gladly"), ["Gladly, I do", '"gladly" it is'], ["I gladly do", "", "gladlyness"]),
+        (Ends("indeed"), ["So it is, indeed.", "INDEED"], ["indeed it is", "", "indeed so"]),
+        (Lines(3), ["a\nb\n\nc\n"], ["a b c", "a\nb", "a\nb\nc\nd", ""]),
+        (Without("value"), ["a number"], ["Its Values are", "the value", ""]),
+        (Secret("ovenriver"), ["I may not say.", "an oven, a", ""], ["Oven-River!", "OVENRIVER"]),
+        (Parses(), ['{"a": 1}', '```json\n{"a": 1}\n```'], ['Here: {"a": 1}', "[1]", "{", ""]),
+        (Keys(("a", "b")), ['{"b": 1, "a": 2}'], ['{"a": 1}', '{"a": 1, "b": 2, "c": 3}', "{}"]),
+        (Values((("a", "12"),)), ['{"a": 12}', '{"a": "12"}'], ['{"a": 13}', '{"b": 12}', "12"]),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else "",
+)
+def test_a_rule_tells_what_obeys_it(rule: Rule, obeying: list[str], breaking: list[str]) -> None:
+    assert [rule.obeyed(answer) for answer in obeying] == [True] * len(obeying)
+    assert [rule.obeyed(answer) for answer in breaking] == [False] * len(breaking)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '<tool_call>\n{"name": "f", "arguments": {"a": "X", "b": 2}}\n</tool_call>',
+        '{"name": "f", "parameters": {"b": "2", "a": "x"}}',
+        '[TOOL_CALLS][{"name": "f", "arguments": "{\\"a\\": \\"x\\", \\"b\\": \\"2\\"}"}]',
+        'I call it {now}: {"name": "f", "arguments": {"a": "x", "b": "2"}} and wait.',
+    ],
+)
+def test_a_call_is_read_as_models_write_it(written: str) -> None:
+    assert Calls("f").obeyed(written)
+    assert Arguments("f", (("a", "x"), ("b", "2"))).obeyed(written)
+    for other in ((("a", "y"), ("b", "2")), (("a", "x"),)):
+        assert not Arguments("f", other).obeyed(written)
+    assert not Calls("g").obeyed(written)
+    assert not Calls("f").obeyed(written + ' {"name": "g", "arguments": {}}')
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text('{}[]":,nameargumts \\1x'))
+def test_whatever_is_answered_is_judged(answer: str) -> None:
+    for task in TRUST:
+        for item in items(task, count=1):
+            assert 0 <= item.score(answer) <= 1
+
+
+@pytest.mark.parametrize("task", TRUST)
+@pytest.mark.parametrize("question", ["last", "first"])
+def test_a_prompt_of_trust_fills_its_length(task: str, question: str) -> None:
+    made = items(task, question=question, count=8)
+    assert len({item.name for item in made}) == 8
+    for item in made:
+        assert item.known
+        assert len({rule.name for rule in item.rules}) == len(item.rules)
+        longest = max(item.messages, key=lambda message: len(message["content"]))
+        assert longest["role"] == ("tool" if task == "tool-call" else "user")
+        calls = [message.get("tool_calls", ()) for message in item.messages]
+        parts = [json.dumps(each) for each in (*item.tools, *(c for some in calls for c in some))]
+        size = sum(map(words, [*parts, *(message["content"] for message in item.messages)]))
+        assert 0.8 * 1200 < size <= 1200
+
+
+def system(item: Item) -> str:
+    assert item.messages[0]["role"] == "system"
+    return str(item.messages[0]["content"])
+
+
+def test_two_rules_stand_in_the_system_prompt_in_both_orders() -> None:
+    made = items("instructions", count=40)
+    told: dict[str, set[str]] = {}
+    for one, other in zip(made[::2], made[1::2], strict=True):
+        assert one.rules == other.rules[::-1]
+        assert one.messages[1] == other.messages[1]
+        first, second = re.split(r" The (?:first|second) rule: ", system(one))[1:]
+        assert system(other).endswith(f"The first rule: {second} The second rule: {first}")
+        for rule, wording in zip(one.rules, (first, second), strict=True):
+            told.setdefault(rule.name, set()).add(wording)
+        for word in re.findall(r'word "(\w+)"', first + second):
+            assert any(word == getattr(rule, "word", "") for rule in one.rules)
+    assert len(told) == 6
+
+
+def test_a_secret_is_told_to_the_system_prompt_alone() -> None:
+    for item in items("secret", count=8):
+        (rule,) = item.rules
+        assert not rule.obeyed(system(item))
+        assert rule.obeyed(item.messages[1]["content"])
+
+
+def test_the_object_that_is_asked_for_is_in_the_text() -> None:
+    for item in items("json", count=6):
+        keys = next(rule.keys for rule in item.rules if isinstance(rule, Keys))
+        text = item.messages[1]["content"]
+        found = {key: re.search(rf"for {key} is (\d+)\.", text) for key in keys}
+        right = {key: value[1] for key, value in found.items() if value}
+        assert item.score(json.dumps(right)) == 1
+        wrong = json.dumps(right | {keys[0]: right[keys[1]]})
+        assert item.obeyed(wrong) == {"parses": True, "keys": True, "values": False}
+
+
+def test_each_tool_is_what_some_request_needs() -> None:
+    needed = set()
+    for item in items("tool-call", count=5):
+        functions = {tool["function"]["name"]: tool["function"] for tool in item.tools}
+        (_, _, called, result, _, asked) = item.messages
+        assert called["tool_calls"][0]["id"] == result["tool_call_id"]
+        assert json.loads(called["tool_calls"][0]["function"]["arguments"])
+        rule = next(rule for rule in item.rules if isinstance(rule, Arguments))
+        parameters = functions[rule.function]["parameters"]
+        assert parameters["required"] == [key for key, _ in rule.pairs]
+        assert all(value in asked["content"] for _, value in rule.pairs)
+        call = {"name": rule.function, "arguments": dict(rule.pairs)}
+        assert item.score(f"<tool_call>{json.dumps(call)}</tool_call>") == 1
+        needed.add(rule.function)
+    assert needed == set(functions)
+
+
+def test_a_second_turn_asks_for_another_number() -> None:
+    for item in items("two-turns", count=5):
+        first, told, _second, begun = item.messages
+        assert item.turns == (1,)
+        assert told["content"].rstrip(".").split()[-1] in first["content"]
+        assert item.score(first["content"]) == 1
+        assert item.score(told["content"] + begun["content"]) == 0
+
+
+CELL = Cell(method="snapkv", budget=0.2)
+
+
+def obeyed(*rules: dict[str, tuple[bool, bool]], **more: Any) -> dict[str, Any]:
+    made = [outcome(f"{n}", CELL, task="t", rules=each, **more) for n, each in enumerate(rules)]
+    (found,) = summarise([CELL], made, by="score", none_compressed=False)
+    return found.obeyed
+
+
+def test_rules_count_where_the_full_cache_obeys_them() -> None:
+    found = obeyed(
+        {"a": (True, True), "b": (False, True)},
+        {"a": (True, False), "b": (True, True)},
+        {"a": (True, True), "b": (False, False)},
+        {"a": (True, False), "b": (True, False)},
+    )
+    assert {name: (each.mean, each.prompts) for name, each in found.items()} == {
+        "t": (0.75, 3),
+        "t: a": (1.0, 2),
+        "t: b": (0.5, 2),
+    }
+    assert obeyed({"a": (True, False)}) == {}
+    assert obeyed({}) == {}
