@@ -4,7 +4,6 @@ Weights are seeded. The tokenizer is the demo model's; ids above the vocabulary 
 """
 
 import json
-import pydoc_data.topics
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -128,8 +127,3 @@ def tokens(count: int, seed: int) -> list[int]:
     """`count` seeded ids in ``[3, VOCAB)``: never a special token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
-
-
-def english() -> str:
-    """Half a megabyte of real English that CPython ships."""
-    return "\n\n".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))

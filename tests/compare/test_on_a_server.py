@@ -8,11 +8,12 @@ from statistics import fmean
 import httpx
 import pytest
 
-from checkpoints import english, talking
+from checkpoints import talking
 from forks import forking
 from vllm_kvcompress.compare import server
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import distance
+from vllm_kvcompress.serving.text import english
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -1,15 +1,22 @@
-"""Long real English that needs no download: CPython ships its own manual's topics."""
+"""Long real English that needs no download: the reference manual of CPython 3.11.7.
 
-import pydoc_data.topics
+It lies beside this file, since each release of Python has another one: the same prompts are the
+same text wherever they are made.
+"""
+
+import gzip
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 QUESTION = "What is the text above about? Answer in one sentence."
 
 
+@cache
 def english() -> str:
     """Half a megabyte of the Python language reference."""
-    topics: dict[str, str] = pydoc_data.topics.topics
-    return "\n\n".join(topics[name] for name in sorted(topics))
+    packed = files(__package__).joinpath("manual.txt.gz").read_bytes()
+    return gzip.decompress(packed).decode()
 
 
 def long_prompt(tokenizer: Any, num_tokens: int, question: str = QUESTION) -> str:
