@@ -22,13 +22,15 @@ def cases(draw):
     preset = draw(st.sampled_from(sorted(PRESETS)))
     ratio = st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0])
     budget = draw(ratio | st.integers(33, 120))
-    return preset, (q, k, v), budget, draw(st.sampled_from([1, 4, 16]))
+    edges = sorted(draw(st.sets(st.integers(0, tokens), max_size=6)))
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    return preset, (q, k, v), budget, draw(st.sampled_from([1, 4, 16])), spans
 
 
 @prop
 @given(cases())
 def test_what_is_kept_is_exact_and_in_place(case):
-    preset, (q, k, v), budget, page = case
+    preset, (q, k, v), budget, page, _ = case
     layers, kv_heads, tokens, _ = k.shape
     made = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
     got = compress(q, k, v, policy=preset, budget=budget, page_size=page)
@@ -57,3 +59,28 @@ def test_what_is_kept_is_exact_and_in_place(case):
             index = kept[..., None].expand(-1, -1, 4)
             assert torch.equal(got.keys[layer], k[layer].gather(1, index))
             assert torch.equal(got.values[layer], v[layer].gather(1, index))
+
+
+@prop
+@given(cases())
+def test_what_is_protected_is_kept_everywhere_and_pages_are_exact(case):
+    preset, (q, k, v), budget, page, spans = case
+    layers, _, tokens, _ = k.shape
+    got = compress(q, k, v, policy=preset, budget=budget, page_size=page, protect=spans)
+    made = CompressionConfig.parse({"compress": preset, "budget": budget, "lookahead": 0})
+    plan = page_plan(made.prompt(layers, tokens), page, tuple(spans))
+    if plan is None:
+        assert got.budgets == [tokens] * layers
+        return
+    assert sum(got.budgets) == plan.pages * page + layers * plan.tail
+    assert all((n - plan.tail) % page == 0 for n in got.budgets)
+    own = [j for start, stop in spans for j in range(start, stop)]
+    for layer, kept in enumerate(got.positions):
+        assert (kept.diff(dim=1) > 0).all()
+        assert all({*own, *range(tokens - plan.after, tokens)} <= {*row} for row in kept.tolist())
+        if own:
+            at = torch.tensor([[row.index(j) for j in own] for row in kept.tolist()])[..., None]
+            for mine, whole in ((got.keys, k), (got.values, v)):
+                assert torch.equal(
+                    mine[layer].gather(1, at.expand(-1, -1, 4)), whole[layer][:, own]
+                )

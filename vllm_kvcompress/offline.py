@@ -7,7 +7,7 @@ kept.budgets, kept.positions[0], kept.keys[0]
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.rows import Rows
+from vllm_kvcompress.methods.spans import Spans, parse_spans
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -58,6 +59,7 @@ def compress(
     page_size: int = 1,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    protect: Sequence[Sequence[int]] = (),
 ) -> Compressed:
     """Compress one prompt's cache as the engine does at the end of its prefill.
 
@@ -79,9 +81,13 @@ def compress(
         scale: factor on the attention logits; None takes ``D ** -0.5``.
         sinks: ``[L, Hq]`` any float dtype, each head's sink: a logit in every row's softmax for no
             key, as gpt-oss has them. None without.
+        protect: spans of the prompt's tokens, ``[[first, behind the last], ...]``, that every layer
+            and head keeps, and that take in no dropped token. They count in the budget; one that
+            cannot hold them and the window is raised to that and a page more in every layer. A
+            prompt of which more than half is protected comes back whole.
 
     Raises:
-        ConfigError: `policy` or `budget` is wrong.
+        ConfigError: `policy`, `budget` or `protect` is wrong.
         ValueError: the tensors' shapes or dtypes do not fit each other, or `scale` is not finite.
     """
     _check(queries, keys, values, page_size, scale)
@@ -101,7 +107,8 @@ def compress(
     if not settings.enabled:
         raise ValueError("policy must be a method, got 'off'; leave the cache as it is instead")
     layers, _, tokens, dim = keys.shape
-    plan = _plan(settings, layers, tokens, page_size)
+    spans = parse_spans(protect, tokens - settings.resolved_lookahead)
+    plan = _plan(settings, layers, tokens, page_size, spans)
     if plan is None:
         return _whole(keys, values)
     method = method_of(settings, by_answer=plan.by_answer)
@@ -110,11 +117,13 @@ def compress(
     return _collect(method, plan, rows, observed, keys, values)
 
 
-def _plan(settings: CompressionConfig, layers: int, tokens: int, page_size: int) -> PagePlan | None:
+def _plan(
+    settings: CompressionConfig, layers: int, tokens: int, page_size: int, spans: Spans
+) -> PagePlan | None:
     """How much is kept of `tokens`; None where that is all."""
     answered = settings.resolved_lookahead
     if not answered:
-        return page_plan(settings.prompt(layers, tokens), page_size)
+        return page_plan(settings.prompt(layers, tokens), page_size, spans)
     prompt = tokens - answered
     if prompt < 1:
         raise ValueError(
@@ -129,6 +138,7 @@ def _plan(settings: CompressionConfig, layers: int, tokens: int, page_size: int)
         prompt=prompt,
         last=tokens + 2,
         prefilled=prompt,
+        spans=spans,
     )
     return ahead.plan(Holding(num_layers=layers, block_size=page_size), tokens)
 
@@ -208,8 +218,13 @@ def _collect(
         values=[],
         scores=list(method.protected_scores(observed, plan, pages)),
     )
+    guarded = torch.zeros(plan.tokens, dtype=torch.bool, device=keys.device)
+    for start, stop in plan.spans:
+        guarded[start:stop] = True
     for layer, count in enumerate(out.budgets):
         kept = stacked[layer, :, :count].long()
+        index = kept[..., None].expand(-1, -1, keys.shape[-1])
+        as_it_was = [x[layer].gather(1, index) for x in (keys, values)]
         if method.merge:
             merged = merge_evicted(
                 *(rows.key_pages, rows.value_pages, rows.pages[layer : layer + 1], plan.tokens),
@@ -219,9 +234,10 @@ def _collect(
                 values_only=method.values_only,
             )
             k, v = merged.keys[0].to(keys.dtype), merged.values[0].to(values.dtype)
+            own = guarded[kept][..., None]
+            k, v = (x.where(~own, y) for x, y in zip((k, v), as_it_was, strict=True))
         else:
-            index = kept[..., None].expand(-1, -1, keys.shape[-1])
-            k, v = (x[layer].gather(1, index) for x in (keys, values))
+            k, v = as_it_was
         out.positions.append(kept)
         out.keys.append(k)
         out.values.append(v)

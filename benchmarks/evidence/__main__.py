@@ -367,7 +367,10 @@ def line_of(
     }
     if item.rules:
         own, whole = item.obeyed(each.text), item.obeyed(full.text)
-        return line | {"rules": {name: [own[name], whole[name]] for name in own}}
+        rules = {name: [own[name], whole[name]] for name in own}
+        # What the full cache does not obey says nothing of compression.
+        kept = sum(own[name] and whole[name] for name in own) / len(rules)
+        return line | {"score": kept, "rules": rules}
     if item.known:
         return line
     line |= {

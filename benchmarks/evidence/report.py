@@ -5,15 +5,17 @@ python -m benchmarks.evidence.report .cache/evidence/*.jsonl --out benchmarks/re
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.along import LEGEND, along
 from benchmarks.evidence.cells import ALL, ORDINARY, Cell, answered, as_json, cells, read
+from benchmarks.evidence.obeyed import LEGEND as OF_RULES
+from benchmarks.evidence.obeyed import obeyed
 from benchmarks.evidence.picture import save_picture
 from benchmarks.evidence.variants import AT_ONCE, VARIANTS
-from vllm_kvcompress.compare.tasks import KNOWN
+from vllm_kvcompress.compare.tasks import KNOWN, TRUST
 from vllm_kvcompress.methods.presets import RECOMMENDED
 
 Where = tuple[str, str, int]
@@ -54,7 +56,7 @@ def markdown(
             parts += [LEGEND, *along(ordinary)]
         here = [cell for cell in here if cell.task != ORDINARY]
         tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
-        known = [task for task in tasks if task in KNOWN]
+        known = [task for task in tasks if task in KNOWN or task in TRUST]
         told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in known)
         if told:
             parts.append(f"The full cache answered, at least in part: {told}.\n")
@@ -66,6 +68,8 @@ def markdown(
         if len({cell.method for cell in variants}) > 1:
             parts.append("One part of the recommended preset exchanged, on the same prompts:\n")
             parts.append(_table(_on_the_same_prompts(results, place)))
+        if rules := obeyed([line for line in results if _place_of(line) == place]):
+            parts += [OF_RULES, rules]
         if len(tasks) > 1 or not everywhere:
             for task in tasks:
                 parts.append(f"`{task}`:\n")
@@ -80,11 +84,7 @@ def _only_variants() -> set[str]:
 
 def _on_the_same_prompts(results: Sequence[dict[str, Any]], place: Where) -> list[Cell]:
     """Cells of the variants over prompts that all of them were measured on."""
-    lines = [
-        line
-        for line in results
-        if (line["model"], line["question"], line["tokens"]) == place and line["method"] in VARIANTS
-    ]
+    lines = [line for line in results if _place_of(line) == place and line["method"] in VARIANTS]
     others = _only_variants() & {line["method"] for line in lines}
     budgets = {line["budget"] for line in lines if line["method"] in others}
     measured: dict[str, set[tuple[str, float]]] = {}
@@ -94,6 +94,10 @@ def _on_the_same_prompts(results: Sequence[dict[str, Any]], place: Where) -> lis
     shared = {item for item, have in measured.items() if wanted <= have}
     kept = [line for line in lines if line["item"] in shared and line["budget"] in budgets]
     return [cell for cell in cells(kept) if cell.task == ALL]
+
+
+def _place_of(line: Mapping[str, Any]) -> Where:
+    return line["model"], line["question"], line["tokens"]
 
 
 def _where(cell: Cell) -> Where:

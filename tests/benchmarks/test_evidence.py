@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.evidence.answers import compare, full_answer
 from benchmarks.evidence.kept import Kept, Scored, settings_of
+from benchmarks.evidence.obeyed import obeyed
 from benchmarks.evidence.reader import Reader, encode
 from checkpoints import make, tokens
 from engines import BLOCK, engine
@@ -269,3 +270,27 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused():
     assert encode(Base(), [{"role": "assistant", "content": "gone on with"}]) == [12]
     with pytest.raises(SystemExit, match="needs a model with a chat template"):
         encode(Base(), [{"role": "user", "content": "asked"}])
+
+
+def test_the_rules_table_is_of_what_the_full_cache_obeys():
+    def line(item, method, **rules):
+        return {
+            "task": "t", "item": item, "group": None, "seed": 0, "method": method, "budget": 0.2,
+            "rules": rules,
+        }  # fmt: skip
+
+    table = obeyed(
+        [
+            line("1", "a", x=[True, True], y=[False, True]),
+            line("2", "a", x=[False, True], y=[True, False]),
+            line("3", "a", x=[True, False], y=[True, False]),
+            line("1", "b", x=[True, True], y=[True, True]),
+            {"task": "other", "item": "1", "method": "a", "budget": 0.2},
+        ]
+    )
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+    assert rows[0] == ["rule", "prompts", "`a` 0.2", "`b` 0.2"]
+    assert [row[:2] for row in rows[2:]] == [["`t`", "2, 1"], ["`t`: x", "2, 1"], ["`t`: y", "1"]]
+    shares = [[cell.split(" ")[0] for cell in row[2:]] for row in rows[2:]]
+    assert shares == [["33%", "100%"], ["50%", "100%"], ["0%", "100%"]]
+    assert obeyed([]) == ""

@@ -113,3 +113,23 @@ def test_the_recommended_preset_is_the_one_whose_parts_are_exchanged():
     for name, other in parsed.items():
         pairs = zip(built(base), built(other), strict=True)
         assert sum(one != its for one, its in pairs) == 1, name
+
+
+def test_rules_are_judged_beside_the_full_caches(model, tmp_path):
+    """With tools, calls and their results, as the template takes them."""
+    out = tmp_path / "results.jsonl"
+    asked = ["--model", model, "--tasks", "secret", "tool-call", "--tokens", "1000", "--count", "1"]
+    asked += ["--methods", "snapkv", "--budgets", "0.5", "--max-tokens", "4", "--threads", "1"]
+    evidence.main([*asked, "--out", str(out)])
+    lines = read([out])
+    secret = [line for line in lines if line["task"] == "secret"]
+    # what says nothing tells no secret, and calls no tool: nothing is known of such a prompt
+    assert [(line["method"], line["score"]) for line in secret] == [("full", 1.0), ("snapkv", 1.0)]
+    assert secret[1]["rules"] == {"secret kept": [True, True]}
+    called = [line for line in lines if line["task"] == "tool-call"]
+    assert {(line["method"], line["score"]) for line in called} == {("full", 0.0)}
+    report.main([str(out), "--out", str(tmp_path / "evidence")])
+    text = (tmp_path / "evidence.md").read_text()
+    assert "| rule | prompts | `snapkv` 0.5 |\n" in text
+    assert "| `secret` | 1 | 100% (100% to 100%) |\n" in text
+    assert "The full cache answered, at least in part: `secret` 1 of 1" in text

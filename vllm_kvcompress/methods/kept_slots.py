@@ -5,6 +5,7 @@ from torch.nn.functional import pad
 
 from vllm_kvcompress.methods.base import Selector
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.protected import Guarded
 
 
 def most_pages(plan: PagePlan, pages: torch.Tensor) -> int:
@@ -22,6 +23,7 @@ def kept_slots(
     block_size: int,
     most_pages: int,
     selector: Selector,
+    guarded: Guarded | None = None,
 ) -> torch.Tensor:
     """Slots that each row keeps in its pages: the window's, and the best before.
 
@@ -34,6 +36,7 @@ def kept_slots(
         window: last tokens of each row that are kept in any case.
         tail: last tokens of each row that are in no page of `counts`, the window's or not.
         most_pages: pages that no row exceeds.
+        guarded: of rows of which nothing was dropped yet, what is kept whatever its score.
 
     Returns:
         ``[N, Hkv, most_pages * block_size]`` int32, ascending; -1 behind the
@@ -42,7 +45,11 @@ def kept_slots(
     after, own_window = max(window, tail), max(window - tail, 0)
     past = lengths - after
     keep = counts.to(torch.int32) * block_size - own_window
-    best = selector.select(scores, past, keep, after, most_pages * block_size)
+    most = most_pages * block_size
+    if guarded is None:
+        best = selector.select(scores, past, keep, after, most)
+    else:
+        best = guarded.select(selector, scores, keep, after, most)
     own = torch.arange(own_window, dtype=torch.int32, device=scores.device)
     shape = *scores.shape[:2], own_window
     at = (keep[:, None, None] + own).long().expand(shape)

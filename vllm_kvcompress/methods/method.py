@@ -20,6 +20,7 @@ from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages, with_tail
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.presets import Merge
 from vllm_kvcompress.methods.prompt import Columns, LayerStats, PagedKeys, PagedValues
+from vllm_kvcompress.methods.protected import Guarded
 from vllm_kvcompress.methods.rows import Rows
 from vllm_kvcompress.methods.scorers.accumulated import column_means
 
@@ -264,11 +265,15 @@ class Method:
         self, plan: PagePlan, layers: Sequence[Observed], caps: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[L]`` int64: pages that each layer keeps (`layer_pages`)."""
-        return layer_pages(self.allocator, plan, self._stats(layers), caps)
+        return layer_pages(self.allocator, plan, self._stats(layers, plan), caps)
 
-    def _stats(self, layers: Sequence[Observed]) -> LayerStats | None:
+    def _stats(self, layers: Sequence[Observed], plan: PagePlan) -> LayerStats | None:
         if Reads.SCORES in self.allocator.reads:
-            return LayerStats(scores=torch.stack(_present(layer.scores for layer in layers)))
+            scores = torch.stack(_present(layer.scores for layer in layers))
+            guarded = Guarded.of(plan.spans, plan.tokens - plan.window, scores.device)
+            if guarded is not None:
+                scores = scores.index_select(2, guarded.others)
+            return LayerStats(scores=scores)
         if not self.allocator.reads:
             return None
         if Reads.COLUMN_SUMS in self.allocator.reads:
@@ -298,6 +303,7 @@ class Method:
             block_size=plan.block_size,
             most_pages=most_pages(plan, pages),
             selector=self.selector,
+            guarded=Guarded.of(plan.spans, plan.tokens - plan.after, scores.device),
         )
         return with_tail(kept, plan.tokens, counts * plan.block_size, plan.tail)
 
@@ -305,10 +311,18 @@ class Method:
         self, layers: Sequence[Observed], plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
         """``[L, Hkv, S]`` float32 scores that were selected by, +inf where there was no choice."""
-        scores, after = self.scores(layers), max(plan.window, plan.tail)
+        scores, after = self.scores(layers), plan.after
         counts = to_device(pages, torch.int32, scores.device)
         keep = counts * plan.block_size - max(plan.window - plan.tail, 0)
-        best = self.selector.protect(scores[..., : plan.tokens - after], keep, after)
+        past = plan.tokens - after
+        guarded = Guarded.of(plan.spans, past, scores.device)
+        if guarded is None:
+            best = self.selector.protect(scores[..., :past], keep, after)
+        else:
+            free = guarded.without(scores)[..., : len(guarded.others)]
+            free = self.selector.protect(free, keep - len(guarded.own), after)
+            best = torch.full_like(scores[..., :past], torch.inf)
+            best[..., guarded.others.long()] = free
         return pad(best, (0, after), value=torch.inf)
 
     def scores(self, rows: Sequence[Observed]) -> torch.Tensor:
@@ -354,9 +368,10 @@ def layer_pages(
     Each is between the window's pages and all, or what `caps` ``[L]`` says that the layer has: what
     it cannot hold goes to the others, in proportion to what they got.
     """
-    past = allocator.allocate(plan.prompt, stats)
+    prompt = plan.prompt
+    past = allocator.allocate(prompt, stats)
     if caps is not None:
-        room = (caps * plan.block_size + plan.tail - plan.window).clamp(min=0)
+        room = (caps * plan.block_size + plan.tail - prompt.standing).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
         past = apportion(past, past.sum(), room)
-    return round_to_pages(past + plan.window, plan, caps)
+    return round_to_pages(past + prompt.standing, plan, caps)

@@ -1,8 +1,9 @@
 """How many pages and blocks a compressed prompt keeps: lengths alone decide it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.prompt import Prompt
+from vllm_kvcompress.methods.spans import Spans, count_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class PagePlan:
         probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
             the prompt's first and last tokens. They are all of its window; 0 where its own tokens
             judge it.
+        spans: of a prompt of which nothing was dropped yet, what of it is protected.
     """
 
     num_layers: int
@@ -38,6 +40,7 @@ class PagePlan:
     allocator_window: int | None = None
     by_answer: bool = False
     probe: int = 0
+    spans: Spans = ()
 
     @property
     def prompt(self) -> Prompt:
@@ -47,7 +50,18 @@ class PagePlan:
             window=self.window,
             budget=self.budget,
             total=self.total,
+            protected=count_before(self.spans, self.tokens - self.window),
         )
+
+    @property
+    def after(self) -> int:
+        """Last tokens among which nothing is chosen: those of the window, or of the tail."""
+        return max(self.window, self.tail)
+
+    @property
+    def guarded(self) -> int:
+        """Protected tokens before those: they lie in pages."""
+        return count_before(self.spans, self.tokens - self.after)
 
     @property
     def full_blocks(self) -> int:
@@ -61,8 +75,9 @@ class PagePlan:
 
     @property
     def floor_pages(self) -> int:
-        """Pages that every layer needs, m: for the window before the tail, or one token."""
-        return _floor_pages(self.window - self.probe, self.tail - self.probe, self.block_size)
+        """Pages that every layer needs, m: for what stands before the tail, or one token."""
+        window, tail = self.window - self.probe, self.tail - self.probe
+        return _floor_pages(window, tail, self.block_size, self.guarded)
 
     @property
     def most_pages(self) -> int:
@@ -75,8 +90,9 @@ class PagePlan:
         return -(-self.pages // self.num_layers)
 
 
-def _floor_pages(window: int, tail: int, block_size: int) -> int:
-    return -(-max(max(window, 1) - tail, 0) // block_size)
+def _floor_pages(window: int, tail: int, block_size: int, guarded: int = 0) -> int:
+    least = window if guarded else max(window, 1)
+    return -(-(max(least - tail, 0) + guarded) // block_size)
 
 
 def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
@@ -87,17 +103,29 @@ def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
     return max((kept - layers * tail) // block_size, layers * floor)
 
 
-def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
+def page_plan(prompt: Prompt, block_size: int, spans: Spans = ()) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
     ``P = floor(L * (B - t) / block_size)``; at least the window's pages, or one where nothing
     else would be left, and at most all pages. Pages of one token hold `prompt.kept` exactly.
+
+    Args:
+        spans: what of the prompt is protected. A budget that cannot hold it and the window is
+            raised to that and a page more in every layer; a prompt of which more than half is
+            protected is left whole.
     """
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
         return None
-    pages = min(pages_kept(prompt, tail, block_size), layers * full)
-    if pages == layers * full:
+    if 2 * count_before(spans, prompt.tokens) > prompt.tokens:
+        return None
+    pages = pages_kept(prompt, tail, block_size)
+    guarded = count_before(spans, prompt.tokens - max(prompt.window, tail))
+    floor = _floor_pages(prompt.window, tail, block_size, guarded)
+    if guarded and pages < layers * floor:
+        pages = layers * (floor + 1)
+        prompt = replace(prompt, budget=(floor + 1) * block_size + tail, total=None)
+    if pages >= layers * full:
         return None
     return PagePlan(
         num_layers=layers,
@@ -107,4 +135,5 @@ def page_plan(prompt: Prompt, block_size: int) -> PagePlan | None:
         budget=prompt.budget,
         pages=pages,
         total=prompt.total,
+        spans=spans,
     )

@@ -15,6 +15,7 @@ class Prompt:
         window: observation window w: the last tokens, always kept.
         budget: mean tokens to keep per layer, B; the window is included.
         total: tokens to keep over all layers; None stands for ``num_layers * budget``.
+        protected: tokens before the window that are kept in any case, as it is; in the budget too.
     """
 
     num_layers: int
@@ -22,20 +23,26 @@ class Prompt:
     window: int
     budget: int
     total: int | None = None
+    protected: int = 0
+
+    @property
+    def standing(self) -> int:
+        """Tokens of each layer that are kept in any case, w and those that are protected."""
+        return self.window + self.protected
 
     @property
     def past(self) -> int:
-        """Evictable tokens, ``S - w``."""
-        return max(self.tokens - self.window, 0)
+        """Evictable tokens, ``S - w`` where none is protected."""
+        return max(self.tokens - self.standing, 0)
 
     @property
     def base(self) -> int:
-        """Mean past tokens to keep per layer, ``B - w``."""
-        return self.budget - self.window
+        """Mean past tokens to keep per layer, ``B - w`` where none is protected."""
+        return self.budget - self.standing
 
     @property
     def kept(self) -> int:
-        """Tokens to keep over all layers, windows included."""
+        """Tokens to keep over all layers, what stands in any case included."""
         return self.num_layers * self.budget if self.total is None else self.total
 
     @property
@@ -43,7 +50,7 @@ class Prompt:
         """Past tokens to keep over all layers, at most all of them."""
         if self.total is None:
             return self.num_layers * min(self.base, self.past)
-        return min(self.total - self.num_layers * self.window, self.num_layers * self.past)
+        return min(self.total - self.num_layers * self.standing, self.num_layers * self.past)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

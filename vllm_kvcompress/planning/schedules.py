@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
 from vllm_kvcompress.methods.presets import least_window
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -58,6 +59,7 @@ class LookAhead:
         last: tokens of its longest answer and its prompt.
         prefilled: tokens when its prefill ends, those of an answer that was preempted included.
         cached: tokens that its prefill found in the prefix cache: of these nobody has the queries.
+        spans: what of the prompt is protected.
     """
 
     settings: CompressionConfig
@@ -67,6 +69,7 @@ class LookAhead:
     last: int
     prefilled: int
     cached: int = 0
+    spans: Spans = ()
 
     @property
     def due(self) -> int:
@@ -140,7 +143,7 @@ class LookAhead:
             total=None if total is None else total + layers * answered,
         )
         if not holding.pages:
-            plan = page_plan(prompt, size)
+            plan = page_plan(prompt, size, self.spans)
         else:
             blocks, tail = divmod(tokens, size)
             plan = PagePlan(

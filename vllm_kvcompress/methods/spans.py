@@ -1,0 +1,49 @@
+"""Spans of a prompt that are protected, as they are asked for and counted."""
+
+from collections.abc import Iterable, Sequence
+
+from vllm_kvcompress.errors import ConfigError
+
+Spans = tuple[tuple[int, int], ...]
+"""First token of each span and the one behind its last, in ascending order; none touch."""
+
+
+def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:
+    """Spans as they are asked for, in ascending order; those that touch become one.
+
+    Raises:
+        ConfigError: one is no pair of whole numbers, is empty or lies outside the prompt's
+            `tokens`, or two overlap.
+    """
+    spans: list[tuple[int, int]] = []
+    for span in raw:
+        if not (
+            isinstance(span, Sequence) and len(span) == 2 and all(type(at) is int for at in span)
+        ):
+            raise ConfigError(
+                "a protected span must be a pair of whole numbers, its first token and the one"
+                f" behind its last, got {span!r}"
+            )
+        start, stop = span
+        if not 0 <= start < stop <= tokens:
+            raise ConfigError(
+                f"a protected span must begin before it ends, within the prompt's {tokens} tokens,"
+                f" got [{start}, {stop}]"
+            )
+        spans.append((start, stop))
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if joined and start < joined[-1][1]:
+            raise ConfigError(
+                f"protected spans must not overlap, got {list(joined[-1])} and [{start}, {stop}]"
+            )
+        if joined and start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def count_before(spans: Spans, end: int) -> int:
+    """Protected tokens among the first `end`."""
+    return sum(max(min(stop, end) - start, 0) for start, stop in spans)
