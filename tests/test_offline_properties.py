@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from test_offline import inputs
+from against_the_reference import inputs
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.offline import compress

@@ -1,0 +1,77 @@
+"""Protected spans: kept in every layer and head, and the rest is the method's own choice."""
+
+import pytest
+import torch
+
+from against_the_reference import SHAPES, WINDOWS, equals_the_reference, inputs
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.presets import PRESETS
+from vllm_kvcompress.offline import compress
+
+SPANS = {
+    "begin": [[0, 9]],
+    "apart": [[3, 5], [20, 23], [5, 7]],
+    "into the window": [[11, 14], [62, 80]],
+}
+
+
+@pytest.mark.parametrize("spans", list(SPANS.values()), ids=list(SPANS))
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "random"])
+def test_equals_the_reference_where_spans_are_protected(preset, spans):
+    equals_the_reference(preset, "gqa", 0.5, spans=spans)
+
+
+@pytest.mark.parametrize("preset", ["cake", "cake-chunk", "tova", "pyramidkv"])
+def test_spans_are_protected_where_the_answer_judges(preset):
+    equals_the_reference(preset, "smol", 0.5, answered=24, spans=[[1, 4], [30, 37]])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("preset", ["snapkv", "cake", "d2o", "dynamickv", "chunkkv"])
+def test_a_budget_that_cannot_hold_what_is_protected_is_raised(preset, page_size):
+    q, k, v = inputs(2, 4, 2, 400, 8, 0.0, seed=2)
+    span = [10, 110]
+    got = compress(
+        q, k, v, policy=preset, budget=0.1, page_size=page_size, protect=[span]
+    )  # fmt: skip
+    w = WINDOWS.get(preset, 32)
+    least = -(-(100 + w) // page_size) * page_size
+    assert sum(got.budgets) == 2 * (least + page_size)
+    for kept in got.positions:
+        assert all(set(range(*span)) <= set(row) for row in kept.tolist())
+
+
+def test_what_is_mostly_protected_comes_back_whole():
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    half = compress(q, k, v, policy="snapkv", budget=0.4, protect=[[0, 50]])
+    assert half.budgets == [83] * 6  # the window's 32 and the 50, and one more
+    whole = compress(q, k, v, policy="snapkv", budget=0.4, protect=[[0, 51]])
+    assert whole.budgets == [101] * 6
+
+
+def test_nothing_protected_is_what_was_asked_for():
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    one, other = (
+        compress(q, k, v, policy="cake-chunk", budget=0.5, page_size=4, protect=spans)
+        for spans in ((), [[85, 101]])  # the window
+    )
+    assert one.budgets == other.budgets
+    for a, b in zip(one.positions, other.positions, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("protect", "message"),
+    [
+        ([[0, 102]], r"within the prompt's 101 tokens, got \[0, 102\]"),
+        ([[5, 5]], "must begin before it ends"),
+        ([[9, 12], [0, 10]], r"must not overlap, got \[0, 10\] and \[9, 12\]"),
+        ([3], "must be a pair of whole numbers"),
+        ([[0, 2.5]], "must be a pair of whole numbers"),
+        ([[0, True]], "must be a pair of whole numbers"),
+    ],
+)
+def test_bad_spans(protect, message):
+    q, k, v = inputs(*SHAPES["gqa"], seed=1)
+    with pytest.raises(ConfigError, match=message):
+        compress(q, k, v, policy="cake", budget=0.5, protect=protect)
