@@ -14,8 +14,12 @@ from vllm_kvcompress.serving.text import english
 
 TIMES = 3
 """How often the text states each note."""
-REQUEST = "Explain the text above to a beginner, with the exact terms that it uses."
-"""An ordinary request: its answer is nowhere in the text, and all of the text matters to it."""
+REQUEST = "Summarise the text above in your own words, point by point."
+"""An ordinary request: its answer is nowhere in the text, and all of the text matters to it.
+
+Chosen by the full cache's answers alone: to most others of our tasks' instructions the demo model
+says the same words again and again, of which a demo shows nothing.
+"""
 REQUEST_TOKENS = 1500
 """Tokens of its text."""
 MANNER = "Answer in a few words."
