@@ -295,8 +295,8 @@ def inspect_models_here() -> None:
 def spare_repetitions() -> None:
     """What vLLM does at each start of an engine is done once in this process, which starts many.
 
-    It collects garbage eight times while an engine starts and ends, and unfreezes the heap: each is
-    a walk over a million objects of torch and vLLM that are never garbage. They stay frozen.
+    It unfreezes the heap: what is collected then walks over a million objects of torch and vLLM
+    that are never garbage. They stay frozen.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)  # or extension modules end by listing what they think is lost

@@ -159,7 +159,12 @@ def _cell(key: tuple[Any, ...], found: Sequence[Mapping[str, Any]]) -> Cell:
 
 def _drawn_with(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What each prompt is no independent sample of: its text, and each seed has other texts."""
-    return [f"{line.get('seed')}:{line['group'] or line['item']}" for line in found]
+    return [drawn_with(line) for line in found]
+
+
+def drawn_with(line: Mapping[str, Any]) -> str:
+    """The same of one prompt."""
+    return f"{line.get('seed')}:{line['group'] or line['item']}"
 
 
 def _along(found: Sequence[Mapping[str, Any]]) -> dict[str, Along]:

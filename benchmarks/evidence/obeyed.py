@@ -1,9 +1,10 @@
-"""Of the rules that the full cache obeys, which share the compressed ones obey too."""
+"""A table of rules that are still obeyed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_kvcompress.compare.statistics import estimate
+from benchmarks.evidence.cells import drawn_with
+from vllm_kvcompress.compare.obeyed import Ruled, shares_obeyed
 
 LEGEND = (
     "Rules of prompts that a program checks: of those that the full cache obeys, the share that is"
@@ -17,36 +18,22 @@ def obeyed(results: Sequence[Mapping[str, Any]]) -> str:
     Args:
         results: lines of one model, length and place of the question.
     """
-    ruled = [line for line in results if "rules" in line]
-    if not ruled:
+    by_cell: dict[tuple[str, float], list[Ruled]] = {}
+    for line in results:
+        if "rules" in line:
+            ruled = Ruled(line["task"], line["rules"], drawn_with(line))
+            by_cell.setdefault((line["method"], line["budget"]), []).append(ruled)
+    if not by_cell:
         return ""
-    cells = list(dict.fromkeys((line["method"], line["budget"]) for line in ruled))
-    rows = [["rule", "prompts", *(f"`{method}` {budget:g}" for method, budget in cells)]]
-    rows.append(["---", *["---:"] * (len(cells) + 1)])
-    for task in dict.fromkeys(line["task"] for line in ruled):
-        of_task = [line for line in ruled if line["task"] == task]
-        rules = list(dict.fromkeys(rule for line in of_task for rule in line["rules"]))
-        every = [(f"`{task}`", rules), *((f"`{task}`: {rule}", [rule]) for rule in rules)]
-        for name, some in every if len(rules) > 1 else every[:1]:
-            row = [_share(of_task, some, cell) for cell in cells]
-            counts = dict.fromkeys(count for count, _ in row)
-            rows.append([name, ", ".join(map(str, counts)), *(told for _, told in row)])
+    shares = [shares_obeyed(prompts) for prompts in by_cell.values()]
+    rows = [["rule", "prompts", *(f"`{method}` {budget:g}" for method, budget in by_cell)]]
+    rows.append(["---", *["---:"] * (len(by_cell) + 1)])
+    for name in dict.fromkeys(name for each in shares for name in each):
+        found = [each.get(name) for each in shares]
+        counts = dict.fromkeys(str(share.prompts) for share in found if share)
+        told = [
+            f"{share.mean:.0%} ({share.low:.0%} to {share.high:.0%})" if share else ""
+            for share in found
+        ]
+        rows.append([name, ", ".join(counts), *told])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
-def _share(
-    lines: Sequence[Mapping[str, Any]], rules: Sequence[str], cell: tuple[str, float]
-) -> tuple[int, str]:
-    """Of some rules under one method and budget: prompts, and the share that is told."""
-    kept, right, groups = [], [], []
-    for line in lines:
-        pairs = [line["rules"][rule] for rule in rules if rule in line["rules"]]
-        count = sum(whole for _, whole in pairs)
-        if (line["method"], line["budget"]) == cell and count:
-            kept.append(sum(own and whole for own, whole in pairs))
-            right.append(count)
-            groups.append(f"{line.get('seed')}:{line['group'] or line['item']}")
-    if not kept:
-        return 0, ""
-    found = estimate(kept, groups, sizes=right)
-    return len(kept), f"{found.mean:.0%} ({found.low:.0%} to {found.high:.0%})"

@@ -290,7 +290,7 @@ def test_the_rules_table_is_of_what_the_full_cache_obeys():
     )
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
     assert rows[0] == ["rule", "prompts", "`a` 0.2", "`b` 0.2"]
-    assert [row[:2] for row in rows[2:]] == [["`t`", "2, 1"], ["`t`: x", "2, 1"], ["`t`: y", "1"]]
+    assert [row[:2] for row in rows[2:]] == [["t", "2, 1"], ["t: x", "2, 1"], ["t: y", "1"]]
     shares = [[cell.split(" ")[0] for cell in row[2:]] for row in rows[2:]]
     assert shares == [["33%", "100%"], ["50%", "100%"], ["0%", "100%"]]
     assert obeyed([]) == ""

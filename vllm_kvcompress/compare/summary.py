@@ -7,6 +7,7 @@ from typing import Literal
 
 from vllm_kvcompress.compare.client import Cell
 from vllm_kvcompress.compare.measures import PLACES
+from vllm_kvcompress.compare.obeyed import Ruled, shares_obeyed
 from vllm_kvcompress.compare.outcome import Outcome
 from vllm_kvcompress.compare.statistics import Estimate, estimate, needed, unseen
 
@@ -60,8 +61,7 @@ class Summary:
         loss: what the recommendation is about: the drop, or 1 less what is agreed.
         bound: with 95 % confidence the loss is not above it.
         tasks: of each task `score` and `full_score`, where there are several.
-        obeyed: by task, and by ``task: rule``, share of the rules obeyed of those that the full
-            cache obeys on the same prompts. The others say nothing of compression.
+        obeyed: of rules, by task and by ``task: rule`` (`shares_obeyed`).
         baseline: whether it only stands beside, for what a method has to beat.
     """
 
@@ -250,7 +250,7 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         bound=None if loss is None else max(loss.upper, unseen(loss.independent)),
         times=_times(judged),
         tasks=_tasks(scored),
-        obeyed=_obeyed(judged),
+        obeyed=shares_obeyed(Ruled(o.task, o.rules, o.drawn_with) for o in judged),
     )
 
 
@@ -312,26 +312,3 @@ def _tasks(scored: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
         )
         for name in names
     }
-
-
-def _obeyed(outcomes: Sequence[Outcome]) -> dict[str, Estimate]:
-    found: dict[str, Estimate] = {}
-    for task in dict.fromkeys(o.task for o in outcomes if o.rules):
-        of_task = [o for o in outcomes if o.task == task]
-        rules = dict.fromkeys(name for o in of_task for name in o.rules)
-        for name, some in {task: rules, **{f"{task}: {rule}": (rule,) for rule in rules}}.items():
-            # of each prompt, the rules that the full cache obeys there
-            own = [(o, [o.rules[rule][0] for rule in _right(o, some)]) for o in of_task]
-            own = [(o, held) for o, held in own if held]
-            if own:
-                found[name] = estimate(
-                    [sum(held) for _, held in own],
-                    [o.drawn_with for o, _ in own],
-                    sizes=[len(held) for _, held in own],
-                )
-    return found
-
-
-def _right(outcome: Outcome, rules: Iterable[str]) -> list[str]:
-    """Those of some rules that the full cache obeys."""
-    return [rule for rule in rules if outcome.rules.get(rule, (False, False))[1]]

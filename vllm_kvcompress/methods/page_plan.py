@@ -119,21 +119,17 @@ def page_plan(prompt: Prompt, block_size: int, spans: Spans = ()) -> PagePlan | 
         return None
     if 2 * count_before(spans, prompt.tokens) > prompt.tokens:
         return None
-    pages = pages_kept(prompt, tail, block_size)
-    guarded = count_before(spans, prompt.tokens - max(prompt.window, tail))
-    floor = _floor_pages(prompt.window, tail, block_size, guarded)
-    if guarded and pages < layers * floor:
-        pages = layers * (floor + 1)
-        prompt = replace(prompt, budget=(floor + 1) * block_size + tail, total=None)
-    if pages >= layers * full:
-        return None
-    return PagePlan(
+    plan = PagePlan(
         num_layers=layers,
         tokens=prompt.tokens,
         block_size=block_size,
         window=prompt.window,
         budget=prompt.budget,
-        pages=pages,
+        pages=pages_kept(prompt, tail, block_size),
         total=prompt.total,
         spans=spans,
     )
+    if plan.pages < layers * plan.floor_pages:  # of what is protected
+        each = plan.floor_pages + 1
+        plan = replace(plan, pages=layers * each, budget=each * block_size + tail, total=None)
+    return plan if plan.pages < layers * full else None

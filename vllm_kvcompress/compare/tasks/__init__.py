@@ -21,6 +21,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 
 __all__ = [
+    "JUDGED",
     "KNOWN",
     "ORDINARY",
     "TASKS",
@@ -46,6 +47,8 @@ KNOWN: Mapping[str, Callable[[random.Random], Material]] = {
     "key-values": lists.key_values,
 }
 """Tasks whose right answers are known."""
+JUDGED: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **TRUST}
+"""Tasks whose answers a program judges; the full cache's may be wrong."""
 TASKS: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **ORDINARY, **TRUST}
 
 

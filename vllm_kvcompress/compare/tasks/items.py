@@ -63,7 +63,7 @@ class Item:
     def score(self, answer: str) -> float:
         """Share of what is known of a right answer that holds of this one; 0 where nothing is."""
         held = [float(each) for each in self.obeyed(answer).values()]
-        held += [score([each], answer) for each in self.answers]
+        held += [float(names(each, answer)) for each in self.answers]
         return fmean(held) if held else 0.0
 
 
