@@ -5,7 +5,7 @@
 Servers one after the other, with the same number of KV blocks: vLLM alone, prompts packed when
 their prefill ends, and prompts that the answer's first tokens judge, by what gives way when the
 pool is short. Each is sent the same prompts all at once by ordinary HTTP clients, while its gauges
-are watched. The first round warms up; the picture is of the last.
+are watched. Two requests with short answers warm each server up; the picture is of the last round.
 """
 
 import argparse
@@ -145,13 +145,16 @@ def main() -> None:
             log, environment = Path(folder) / str(number), {CACHE_SPACE: "1"}
             with serve(model, [*flags, *extra], log, environment=environment) as server:
                 rounds = []
-                for turn in range(1 + args.rounds):
-                    starts = [(turn * args.requests + i) * 37 for i in range(args.requests)]
-                    prompts = [ids[at : at + args.prompt] for at in starts]
-                    assert all(len(prompt) == args.prompt for prompt in prompts), "text too short"
+                starts = range(0, 37 * (args.rounds * args.requests + 2), 37)
+                texts = [ids[at : at + args.prompt] for at in starts]
+                assert all(len(prompt) == args.prompt for prompt in texts), "text too short"
+                # Long enough to be packed behind the look-ahead, and to decode behind that.
+                round_of(server, texts[-2:], args.lookahead + 16, args.blocks)
+                for turn in range(args.rounds):
+                    prompts = texts[turn * args.requests :][: args.requests]
                     told, last[name] = round_of(server, prompts, args.tokens, args.blocks)
                     rounds.append(told)
-                result["servers"][name] = rounds[1:]
+                result["servers"][name] = rounds
     times = {
         name: statistics.median(turn["seconds"] for turn in rounds)
         for name, rounds in result["servers"].items()
