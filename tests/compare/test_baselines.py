@@ -77,7 +77,11 @@ def test_a_method_that_does_not_beat_them_is_said_to(asked, tmp_path):
 def test_whoever_is_named_is_a_method_as_any_other(asked, tmp_path):
     done = asked("--methods", "random,snapkv", "--budgets", "0.2")
     assert done.status == 0
-    assert report(tmp_path)["recommendation"]["cell"] == {"method": "random", "budget": 0.2}
+    assert report(tmp_path)["recommendation"]["cell"] == {
+        "method": "random",
+        "budget": 0.2,
+        "protect": "",
+    }
     assert [row[:3] for row in rows(report(tmp_path))] == [
         *(("random", 0.2, False), ("snapkv", 0.2, False), ("streamingllm", 0.2, True))
     ]

@@ -47,7 +47,11 @@ def test_it_finds_what_each_method_forgets(asked, tmp_path):
     assert bad["places"] == 5 * 7 + 5 * 2
     assert bad["same_first"]["mean"] == pytest.approx(40 / 45)
     assert (good["exact"]["mean"], good["drop"]["mean"], good["kl"]["mean"]) == (1, 0, 0)
-    assert found["recommendation"]["cell"] == {"method": "cake", "budget": 0.2}
+    assert found["recommendation"]["cell"] == {
+        "method": "cake",
+        "budget": 0.2,
+        "protect": "",
+    }
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "**Run cake 0.2" in markdown

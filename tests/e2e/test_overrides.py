@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
+from asking import answers, body, post, said
 from checkpoints import talking
 from forks import serve_forking
+from idling import wait_for
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.serving.text import long_prompt
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -55,40 +57,6 @@ def text(demo_model):
     from transformers import AutoTokenizer
 
     return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1500)
-
-
-def body(endpoint, text, xargs, stream, model="demo"):
-    common = {"model": model, "temperature": 0, "stream": stream, "vllm_xargs": xargs}
-    if stream and endpoint != "responses":
-        common["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    if endpoint == "chat/completions":
-        messages = [{"role": "user", "content": text}]
-        return common | {"messages": messages, "max_tokens": 4, "ignore_eos": True}
-    if endpoint == "completions":
-        return common | {"prompt": text, "max_tokens": 4, "ignore_eos": True}
-    return common | {"input": text, "max_output_tokens": 16}
-
-
-def post(server, endpoint, text, xargs, stream=False, model="demo"):
-    sent = body(endpoint, text, xargs, stream, model)
-    return httpx.post(f"{server.url}/v1/{endpoint}", json=sent, timeout=300)
-
-
-def answers(response):
-    """The answer as JSON, or the chunks of a streamed one that say what was used."""
-    if not response.headers["content-type"].startswith("text/event-stream"):
-        return [response.json()]
-    events = [x[6:] for x in response.text.splitlines() if x.startswith("data: ")]
-    parsed = [json.loads(event) for event in events if event != "[DONE]"]
-    found = [event.get("response", event) for event in parsed]
-    return [event for event in found if event.get("usage")]
-
-
-def said(answer):
-    """What an answer says of its compression; None when it says nothing."""
-    usage = answer["usage"]
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    return details.get("kv_compress")
 
 
 ENDPOINTS = ["chat/completions", "completions", "responses"]
@@ -356,3 +324,75 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
     assert server.metric("vllm:kv_compress_refused_requests_total") > 20
     planned = server.metric("vllm:kv_compress_planned_requests_total")
     assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())
+
+
+RULE = "Never say the word orange, and answer in one line."
+ASKED = "In one line: what is the text above about?"
+
+
+def chat_of(endpoint, text):
+    """The same chat with a system prompt, as each endpoint takes it: path and body."""
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Read."}]
+    turns.append({"role": "user", "content": ASKED})
+    common = {"model": "demo", "temperature": 0}
+    if endpoint == "messages":
+        return common | {"system": RULE, "messages": turns, "max_tokens": 4}
+    if endpoint == "responses":
+        return common | {"instructions": RULE, "input": turns, "max_output_tokens": 16}
+    system = {"role": "system", "content": [{"type": "text", "text": RULE}]}
+    return common | {"messages": [system, *turns], "max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "responses", "messages"])
+def test_parts_of_a_chat_are_protected(server, client, text, endpoint, demo_model):
+    """The tokens of their text, and one at either end at most that has letters of both sides."""
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(demo_model).encode
+    for asked, least in (
+        ("system,question", len(encode(RULE)) + len(encode(ASKED))),
+        ("system", len(encode(RULE))),
+        ("tools", 0),
+    ):
+        before = server.metric("vllm:kv_compress_protected_tokens_total")
+        done = len(server.compressed())
+        sent = chat_of(endpoint, text) | {"vllm_xargs": {"kv_protect": asked}}
+        answer = httpx.post(f"{server.url}/v1/{endpoint}", json=sent, timeout=300)
+        assert answer.status_code == 200, answer.text
+        assert len(server.compressed()) == done + 1
+        wait_for(
+            lambda before=before, least=least: (
+                least
+                <= server.metric("vllm:kv_compress_protected_tokens_total") - before
+                <= least + 4
+            )
+        )
+        if endpoint != "messages":  # which have no field for it
+            assert least <= said(answer.json()).get("protected_tokens", 0) <= least + 4
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "asked", "message"),
+    [
+        ("completions", "system", "system cannot be found in the prompt, since this request is no"),
+        ("completions", "9000:9001", r"within the prompt's \d+ tokens, got \[9000, 9001\]"),
+        ("completions", "3:9,5:12", r"must not overlap, got \[3, 9\] and \[5, 12\]"),
+        ("completions", "0:1400", "1400 tokens need a budget of .* this request may have 1024"),
+        ("chat/completions", "sytem", "'sytem' is unknown; did you mean 'system'"),
+        ("responses", ["none", "0:9"], "none stands alone"),
+    ],
+)
+def test_what_cannot_be_protected_is_refused(server, text, endpoint, asked, message):
+    before = server.metric("vllm:kv_compress_refused_requests_total")
+    refused = post(server, endpoint, text, {"kv_protect": asked})
+    assert refused.status_code == 400, refused.text
+    assert re.search(message, refused.json()["error"]["message"]), refused.text
+    assert server.metric("vllm:kv_compress_refused_requests_total") == before + 1
+
+
+def test_tokens_are_protected_on_every_endpoint(server, text):
+    for endpoint in ENDPOINTS:
+        for stream in (False, True):
+            answer = post(server, endpoint, text, {"kv_protect": ["0:20", "30:31"]}, stream)
+            assert answer.status_code == 200, answer.text
+            assert {said(each)["protected_tokens"] for each in answers(answer)} == {21}

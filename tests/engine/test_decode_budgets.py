@@ -69,8 +69,31 @@ def budgets(method, stats, layers, most, pages, w, lengths):
     return [n + w for n in given]
 
 
+def least_pages(w, tail, guarded):
+    """Pages of what stands in any case before a tail: of the window, of the protected, or one."""
+    return -(-(max((w if guarded else max(w, 1)) - tail, 0) + guarded) // BLOCK)
+
+
+def kept_of_heads(scores, held, past, keep, size, protected):
+    """Per KV head the slots that are kept of the first `past`: those of protected tokens, in any
+    case, and of the others, side by side, the best tokens or chunks."""
+    own = [[j for j in range(past) if held_by[j] in protected] for held_by in held]
+    others = [sorted(set(range(past)) - set(slots)) for slots in own]
+    rows = [row[slots] for row, slots in zip(scores, others, strict=True)]
+    if size:
+        rows = [sum(rows)] * len(rows)
+    kept = []
+    for row, slots, free in zip(rows, own, others, strict=True):
+        left = keep - len(slots)
+        best = ref.chunks(row, left, size) if size else ref.best(row, left)
+        kept.append(sorted([*slots, *(free[j] for j in best)]))
+    return kept
+
+
 class Replay:
     """What each layer and KV head holds, as positions."""
+
+    protected: frozenset[int] = frozenset()
 
     def __init__(self, method, shape, seen, prompt=PROMPT, budget=BUDGET, answer=ANSWER) -> None:
         self.method, self.shape = method, shape
@@ -135,7 +158,7 @@ class Replay:
         if computed % BLOCK or computed // BLOCK * BLOCK - self.first_block * BLOCK < self.interval:
             return
         layers = self.shape.layers
-        least = layers * max(-(-self.w // BLOCK), 1)
+        least = layers * max(-(-(self.w + len(self.protected)) // BLOCK), 1)
         cap = max(self.pages, layers * self.budget // BLOCK, least)
         lengths = [len(heads[0]) for heads in self.held]
         if sum(lengths) // BLOCK <= cap or computed - self.prompt < self.w:
@@ -154,6 +177,10 @@ class Replay:
         which = {"allocator_window": self.allocator_window, "by_answer": self.by_answer}
         return scores_of(self.method, latest, keys, values, self.w, **which)
 
+    def guarded(self, end: int) -> int:
+        """Protected tokens before `end`."""
+        return sum(at < end for at in self.protected)
+
     @property
     def chunk(self):
         """Tokens in a chunk; None where tokens are chosen one by one."""
@@ -170,16 +197,17 @@ class Replay:
             # what the host knows of the longest layer, which depends on lengths alone
             most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK
             figures = [stats for _, stats in found]
-            shares = budgets(self.method, figures, shape.layers, most, cap, w, lengths)
-            low = max(-(-w // BLOCK), 1)
+            standing = w + self.guarded(computed - w)
+            shares = budgets(self.method, figures, shape.layers, most, cap, standing, lengths)
+            low = max(-(-standing // BLOCK), 1)
             self.counts = rounded(shares, cap, low, [n // BLOCK for n in lengths])
         size = self.chunk
         for layer, (scores, _) in enumerate(found):
             keep = self.counts[layer] * BLOCK - w
+            past = lengths[layer] - w
+            kept = kept_of_heads(scores, self.held[layer], past, keep, size, self.protected)
             for kv, own in enumerate(self.held[layer]):
-                row = scores.sum(0) if size else scores[kv]
-                best = ref.chunks(row, keep, size) if size else ref.best(row, keep)
-                self.held[layer][kv] = [own[j] for j in best] + own[len(own) - w :]
+                self.held[layer][kv] = [own[j] for j in kept[kv]] + own[past:]
         self.first_block, self.pages = computed // BLOCK, cap
         self.packed_at.append(computed)
 

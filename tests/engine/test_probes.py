@@ -14,7 +14,7 @@ import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from configuring import configure
 from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import rounded, scores_of
+from test_decode_budgets import kept_of_heads, least_pages, rounded, scores_of
 from test_prompts_in_pieces import IN_CHUNKS, PIECE, WHOLE, Prompt, piecewise, shares
 from vllm_kvcompress.errors import ConfigError
 
@@ -72,19 +72,20 @@ class Guided(Prompt):
         given = shares(
             self.method,
             [stats for _, stats in found],
-            *(shape.layers, most, self.may_hold(computed) + left, left),
+            *(shape.layers, most, self.may_hold(computed) + left, left + self.guarded(computed)),
             [n + left for n in lengths],
         )
         full = [length // BLOCK for length in lengths]
-        pages = rounded([n - left for n in given], cap, 1, full)
+        low = least_pages(left, left, self.guarded(computed)) or 1
+        pages = rounded([n - left for n in given], cap, low, full)
         size = ref.CHUNKS.get(self.method)
         for layer, (scores, _) in enumerate(found):
             keep = pages[layer] * BLOCK
+            past = lengths[layer]
+            kept = kept_of_heads(scores, self.held[layer], past, keep, size, self.protected)
             for kv, own in enumerate(self.held[layer]):
-                row = (scores.sum(0) if size else scores[kv])[: len(own)]
-                best = ref.chunks(row, keep, size) if size else ref.best(row, keep)
-                self.held[layer][kv] = [own[j] for j in best]
-        self.most_pages = min(most // BLOCK, cap - (shape.layers - 1))
+                self.held[layer][kv] = [own[j] for j in kept[kv]]
+        self.most_pages = min(most // BLOCK, cap - (shape.layers - 1) * low)
         self.first_block, self.pages = computed // BLOCK, cap
         self.packed_at.append(computed)
 

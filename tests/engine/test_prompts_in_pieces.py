@@ -9,7 +9,7 @@ import pytest
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import WINDOWS, Replay, rounded
+from test_decode_budgets import WINDOWS, Replay, kept_of_heads, least_pages, rounded
 from vllm_kvcompress.engine.scheduling import scheduler
 from vllm_kvcompress.planning.pieces import EveryPiece
 
@@ -54,7 +54,7 @@ class Prompt(Replay):
         if computed == self.prompt or (computed < self.prompt and computed % PIECE == 0):
             tail = computed % BLOCK if computed == self.prompt else 0
             layers = self.shape.layers
-            low = max(-(-max(max(self.w, 1) - tail, 0) // BLOCK), 0)
+            low = least_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
             cap = max(layers * (self.may_hold(computed) - tail) // BLOCK, layers * low)
             lengths = [len(heads[0]) for heads in self.held]
             if computed == self.prompt or sum(lengths) // BLOCK > cap:
@@ -68,17 +68,17 @@ class Prompt(Replay):
         most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
         figures = [stats for _, stats in found]
         budget = self.may_hold(computed)
-        given = shares(self.method, figures, shape.layers, most, budget, w, lengths)
+        standing = w + self.guarded(computed - w)
+        given = shares(self.method, figures, shape.layers, most, budget, standing, lengths)
         full = [length // BLOCK for length in lengths]
         pages = rounded([n - tail for n in given], cap, low, full)
         size = self.chunk
         for layer, (scores, _) in enumerate(found):
             after = max(w - tail, 0)
             past, keep = lengths[layer] - max(w, tail), pages[layer] * BLOCK - after
+            kept = kept_of_heads(scores, self.held[layer], past, keep, size, self.protected)
             for kv, own in enumerate(self.held[layer]):
-                row = (scores.sum(0) if size else scores[kv])[:past]
-                best = ref.chunks(row, keep, size) if size else ref.best(row, keep)
-                self.held[layer][kv] = [own[j] for j in best] + own[past:]
+                self.held[layer][kv] = [own[j] for j in kept[kv]] + own[past:]
         self.most_pages = min(most // BLOCK, cap - (shape.layers - 1) * low)
         self.first_block, self.pages = computed // BLOCK, cap
         self.packed_at.append(computed)

@@ -66,6 +66,11 @@ class Load:
         return [x for x in asks if self.cache == "auto" or not merging <= (x or {}).items()]
 
     @property
+    def free(self) -> bool:
+        """Whether requests may protect more than their budget holds."""
+        return bool(self.allowed["kvcompress"].get("allow_override"))
+
+    @property
     def allowed(self) -> dict[str, Any]:
         """The engine's settings."""
         if self.bounded:
@@ -168,7 +173,7 @@ def requests(load: Load, seed: int):
         long = index % 25 == 0 or load.longest < 1000
         length = rng.randint(1, load.longest if long else load.longest // 6)
         shared = rng.randint(0, length) if rng.random() < 0.5 else 0
-        yield Request(
+        made = Request(
             prompt=rng.choice(stems)[:shared] + tokens(length - shared, seed=index),
             new=rng.randint(60, 220) if rng.random() < load.talkative else rng.randint(1, 24),
             wait=rng.randint(0, 1),
@@ -176,6 +181,10 @@ def requests(load: Load, seed: int):
             priority=rng.randint(0, 3),
             asks=rng.choice(load.asks),
         )
+        if rng.random() < 0.3 and length > 40 and load.free:
+            protect = [[rng.randint(0, 9), 20], [length - 12, length - rng.randint(1, 6)]]
+            made.asks = {**(made.asks or {}), "kv_protect": protect}
+        yield made
 
 
 def is_compressed(request: Request, config: CompressionConfig) -> bool:
@@ -185,7 +194,8 @@ def is_compressed(request: Request, config: CompressionConfig) -> bool:
         return False
     if request.new < own.resolved_lookahead + 2:
         return False
-    return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK) is not None
+    spans = tuple(map(tuple, (request.asks or {}).get("kv_protect", ())))
+    return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK, spans) is not None
 
 
 def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], set[str]]:
@@ -268,7 +278,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         left = [
             *(manager.planner.schedules, manager._packed, manager._cacheable, manager._pending),
             *(manager._observe, manager._grow, manager._keep, manager._add),
-            *(manager.lookaheads, manager.planner._looking),
+            *(manager.lookaheads, manager.planner._looking, compressor.pool.protected),
             *(compressor._prefills, compressor._step, compressor.pool._slots),
             compressor.pool.ring and compressor.pool.ring._slots,
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import EveryInterval
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -31,9 +32,11 @@ def answers(draw):
         budget=draw(st.floats(0.05, 1.0)),
     )
     last = prompt + draw(st.integers(1, 60 * block))
-    answer = EveryInterval(settings=made, prefilled=prompt, last=last)
+    protected = draw(st.sampled_from([0, 1, prompt // 3, prompt // 2]))
+    spans = ((0, protected),) if protected else ()
+    answer = EveryInterval(settings=made, prefilled=prompt, last=last, spans=spans)
     holding = Holding(num_layers=layers, block_size=block)
-    plan = made.page_plan(layers, prompt, block)
+    plan = made.page_plan(layers, prompt, block, spans)
     if plan is not None:
         holding.pack(plan, prompt // block)
     return answer, holding, 0 if plan is None else plan.blocks
@@ -58,7 +61,9 @@ def test_what_is_held_stays_within_its_bound(case):
         assert tokens - holding.first_block * size >= interval
         assert tokens + 1 < answer.last
         assert plan.pages < before
-        assert layers * max(-(-window // size), 1) <= plan.pages
+        standing = window + count_before(answer.spans, answer.prefilled)
+        assert plan.floor_pages == max(-(-standing // size), 1)
+        assert layers * plan.floor_pages <= plan.pages
         assert -(-before // layers) <= plan.full_blocks
         assert plan.tail == 0
         if frozen is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.planning.schedules import LookAhead
@@ -56,6 +57,49 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
     if plan.pages > layers * plan.floor_pages:
         held = plan.pages * size + layers * plan.tail
         assert held <= layers * granted < held + size
+
+
+@given(
+    prompt=st.integers(1, 3000),
+    m=st.integers(1, 100),
+    layers=st.integers(1, 8),
+    size=st.sampled_from([1, 16, 32]),
+    budget=st.floats(0.01, 1.0) | st.integers(60, 2000),
+    edges=st.lists(st.integers(0, 3000), max_size=6, unique=True),
+)
+def test_what_is_protected_is_in_the_budget_or_raises_it(prompt, m, layers, size, budget, edges):
+    """To what must stand and a page more in each layer; it is packed at the same moment."""
+    raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
+    own = CompressionConfig.parse(raw)
+    inside = sorted(edge for edge in edges if edge <= prompt)
+    spans = tuple(zip(inside[::2], inside[1::2], strict=False))
+    ahead = lookahead_of(own, layers, size, prompt, m + 100)
+    holding, tokens = Holding(num_layers=layers, block_size=size), prompt + m
+    without, plan = (each.plan(holding, tokens) for each in (ahead, replace(ahead, spans=spans)))
+    if plan is None:
+        whole = 2 * count_before(spans, prompt + m) > prompt + m
+        assert without is None or whole or layers * (tokens // size) <= least(ahead, spans, tokens)
+        return
+    assert plan.guarded == count_before(spans, tokens - max(plan.window, tokens % size))
+    assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
+    if plan.raised:
+        assert plan.pages == layers * (plan.floor_pages + 1)
+        assert without.pages < layers * plan.floor_pages
+    else:
+        assert plan.pages == without.pages
+    prompt_seen = plan.prompt
+    assert prompt_seen.base >= 0
+    assert prompt_seen.past_total + layers * prompt_seen.standing <= plan.pages * size + layers * (
+        plan.tail + size
+    )
+
+
+def least(ahead, spans, tokens):
+    """Pages of what must stand, and one more in each layer."""
+    size, window = ahead.block_size, ahead.window(tokens)
+    tail = tokens % size
+    guarded = count_before(spans, tokens - max(window, tail))
+    return ahead.num_layers * (-(-(max(window - tail, 0) + guarded) // size) + 1)
 
 
 @given(

@@ -136,6 +136,7 @@ FULL = {
     "min_prompt": 0,
     "min_output": 5,
     "lookahead_yields": "waiting",
+    "protect": ["system", "question"],
     "lookahead": 8,
     "pressure": 0.5,
     "allow_override": ["off", "tova"],

@@ -26,6 +26,7 @@ from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.serving.exposition import Host, Refused
 from vllm_kvcompress.settings.parsing import parse_budget
+from vllm_kvcompress.settings.protection import NONE, WORDS, parse_protect
 
 _INTERRUPTED = 130
 _LOG = "server.log"
@@ -43,6 +44,7 @@ class Request:
         model: a folder to start a server for; None with `url`.
         arguments: further flags of ``vllm serve``, for a folder.
         methods, budgets, tasks: names and numbers with commas between them.
+        protect: parts of a chat that each method is compared with and without; None for neither.
         baselines: show beside the methods what they have to beat.
         length, count, question: of the tasks' prompts.
         max_tokens: of answers to prompts that do not say it.
@@ -60,6 +62,7 @@ class Request:
     seed: int
     methods: str
     budgets: str
+    protect: str | None
     baselines: bool
     max_drop: float
     by: By | None
@@ -104,7 +107,18 @@ class Request:
                 f"--budgets must be all ratios or all whole numbers of tokens, got {self.budgets};"
                 " the smallest of both kinds is none"
             )
-        return [Cell(method=m, budget=b) for m in methods for b in budgets]
+        ways = [""] if self.protect is None else [NONE, self._protected]
+        return [Cell(method=m, budget=b, protect=p) for m in methods for p in ways for b in budgets]
+
+    @property
+    def _protected(self) -> str:
+        words, spans = parse_protect("--protect", self.protect)
+        if spans or not words:
+            raise ConfigError(
+                f"--protect must be some of {', '.join(WORDS)} with commas between them, got"
+                f" {self.protect!r}; a prompt's tokens are its own"
+            )
+        return ",".join(words)
 
     @property
     def beside(self) -> list[Cell]:

@@ -39,6 +39,15 @@ Budgets = Annotated[
         "--budgets", metavar="BUDGETS", help="Budgets to compare, with commas between them."
     ),
 ]
+Protect = Annotated[
+    str | None,
+    typer.Option(
+        "--protect",
+        metavar="PARTS",
+        help="Also compare each method where these parts of a chat are protected: system, tools,"
+        " question, or several with commas between them.",
+    ),
+]
 Baselines = Annotated[
     bool,
     typer.Option(

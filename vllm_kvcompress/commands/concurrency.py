@@ -4,12 +4,18 @@ Arithmetic on lengths alone, by the page plan that the engine packs by: its bloc
 """
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
 
+from vllm_kvcompress.commands.forecast import (
+    Blocks,
+    Concurrency,
+    Forecast,
+    InPieces,
+    Load,
+    Worst,
+)
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
@@ -23,131 +29,6 @@ from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Requests that are all alike, and share no prompt.
-
-    Args:
-        prompt: tokens of the prompt.
-        output: tokens of the answer.
-    """
-
-    prompt: int
-    output: int
-
-    @property
-    def cached(self) -> int:
-        """Tokens with keys and values when the answer ends: its last token needs none."""
-        return self.prompt + self.output - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """Blocks that one request holds.
-
-    Args:
-        prefill: the most until its prompt is packed, so that it must be there once.
-        looking: at the end of a look-ahead; as while decoding where there is none.
-        decoding: once its prompt is packed: after the step that ends its prefill, or its
-            look-ahead.
-        end: the most while it answers: with the last token, or where answers are bounded before
-            one of the times that it is packed again. A look-ahead counts to its prefill.
-        mean: over the steps of its answer, the look-ahead's included.
-    """
-
-    prefill: int
-    looking: int
-    decoding: int
-    end: int
-    mean: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Concurrency:
-    """Requests at once in one pool.
-
-    Args:
-        pool_bytes: memory of the pool per GPU.
-        blocks: blocks in it that requests may hold.
-        decoding: requests that fit while all decode, each as large as it gets.
-        beside_prefill: those that fit while one more prompt is in its prefill, that one included.
-        most: what the scheduler runs at once, which both obey.
-    """
-
-    pool_bytes: int
-    blocks: int
-    decoding: int
-    beside_prefill: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
-    """The request that takes the most among those that may be asked for.
-
-    Args:
-        asks: what it asks for.
-        pool: requests at once when all are like it; None unless the pool's size was given.
-    """
-
-    asks: str
-    blocks: Blocks
-    pool: Concurrency | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InPieces:
-    """Tokens that a layer holds between pieces, and a `max_whole` that holds twice the budget."""
-
-    held_tokens: float
-    roomy: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What `plan` says. Memory is per GPU.
-
-    Args:
-        left_whole: why the prompt is not compressed; None when it is.
-        kept_tokens: tokens that a layer keeps of the prompt, mean over layers.
-        pages: pages kept over all layers; 0 when the prompt is left whole.
-        extra_bytes: what compression takes beside the pool, at most; its tables alone are
-            `table_bytes`.
-        group: layers whose pages make up a block; None where those are all.
-        pool_off, pool_on: None unless the pool's size was given.
-        worst: None unless requests may ask for something.
-        in_pieces: None for a prompt that stands whole until its end.
-    """
-
-    load: Load
-    block_size: int
-    block_bytes: int
-    left_whole: str | None
-    kept_tokens: float
-    pages: int
-    off: Blocks
-    on: Blocks
-    table_bytes: int
-    extra_bytes: int
-    pool_off: Concurrency | None
-    pool_on: Concurrency | None
-    worst: Worst | None = None
-    group: int | None = None
-    in_pieces: InPieces | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        payload = asdict(self)
-        payload["request_off"] = self._with_bytes(payload.pop("off"))
-        payload["request_on"] = self._with_bytes(payload.pop("on"))
-        if payload["worst"] is not None:
-            payload["worst"]["request"] = self._with_bytes(payload["worst"].pop("blocks"))
-        return payload
-
-    def _with_bytes(self, blocks: dict[str, int]) -> dict[str, int]:
-        sizes = {f"{name}_bytes": round(n * self.block_bytes) for name, n in blocks.items()}
-        return {**{f"{name}_blocks": count for name, count in blocks.items()}, **sizes}
 
 
 def sizes_on_rank(
@@ -267,7 +148,7 @@ def forecast(
 def _in_pieces(
     settings: CompressionConfig, sizes: Sizes, load: Load, blocks: int | None
 ) -> InPieces | None:
-    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt)
+    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
     if pieces is None or not settings.enabled:
         return None
     held, roomy = pieces.held_pages * sizes.block_size / sizes.layers, pieces.roomy
@@ -281,8 +162,8 @@ def _plan(
     """How much of the prompt is kept, or why it is left whole."""
     if not settings.enabled:
         return None, "only requests that ask for it are compressed"
-    plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size)
-    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt)
+    plan = settings.page_plan(sizes.layers, load.prompt, sizes.block_size, load.spans)
+    pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
     whole = _left_whole(settings, load, plan) if pieces is None else None
     if whole is None and plan is not None and settings.resolved_lookahead:
         ahead = _lookahead(settings, sizes, load)
@@ -298,6 +179,7 @@ def _lookahead(settings: CompressionConfig, sizes: Sizes, load: Load) -> LookAhe
         prompt=load.prompt,
         last=load.prompt + load.output,
         prefilled=load.prompt,
+        spans=load.spans,
     )
 
 
@@ -335,6 +217,8 @@ def _left_whole(settings: CompressionConfig, load: Load, plan: PagePlan | None) 
         return f"its answer is shorter than --kv-min-output {settings.min_output}"
     if load.output < settings.resolved_lookahead + 2:
         return f"its answer ends with the look-ahead of {settings.resolved_lookahead} tokens"
+    if mostly_protected(load.spans, load.prompt):
+        return "more than half of it is protected"
     if plan is None:
         return "the budget keeps all of its full blocks"
     return None
@@ -351,7 +235,7 @@ def _blocks(
     looking = decoding = -(-packed_at // block) - dropped
     pieces, ending = None, prefill
     if settings is not None and settings.enabled:
-        pieces = pieces_of(settings, sizes.layers, block, load.prompt)
+        pieces = pieces_of(settings, sizes.layers, block, load.prompt, load.spans)
     if pieces is not None:
         prefill, ending = pieces.most_blocks, pieces.ending
     if settings is not None and packed_at > load.prompt:
@@ -363,7 +247,9 @@ def _blocks(
         if plan is not None:
             holding.pack(plan, plan.full_blocks)
         last = load.prompt + load.output
-        answer = EveryInterval(settings=settings, prefilled=load.prompt, last=last)
+        answer = EveryInterval(
+            settings=settings, prefilled=load.prompt, last=last, spans=load.spans
+        )
         packed = 0 if plan is None else plan.blocks
         end = answer.most_blocks(holding, packed=packed, tokens=load.cached)
     return Blocks(

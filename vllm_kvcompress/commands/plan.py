@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_kvcompress.commands.concurrency import Forecast, Load, forecast, sizes_on_rank
+from vllm_kvcompress.commands.concurrency import forecast, sizes_on_rank
+from vllm_kvcompress.commands.forecast import Forecast, Load
 from vllm_kvcompress.commands.gpu_memory import GIB, Estimate, defaults_for, estimate
 from vllm_kvcompress.commands.model_shape import ModelShape, config_path, read_config, shape_of
 from vllm_kvcompress.commands.plan_options import PlanOptions
@@ -58,6 +59,8 @@ class Answer:
             f" --kv-budget {self.settings.budget}"
         )
         console = Console()
+        if load.protected:
+            title += f", {load.protected:,} of its tokens protected"
         if self.settings.lookahead is not None:
             title += f" --kv-lookahead {self.settings.lookahead}"
         if self.settings.decode_budget is not None:
@@ -129,7 +132,7 @@ def ask(options: PlanOptions) -> Answer:
     pool = None if options.memory_gib is None else int(options.memory_gib * GIB)
     if estimated is not None:
         pool = estimated.kv_cache_bytes
-    load = Load(prompt=options.length, output=options.output)
+    load = Load(prompt=options.length, output=options.output, protected=options.protected)
     defaulted = None
     if options.requests is None:
         defaulted = default_line(options.device, options.gpu_gib, defaults)
@@ -165,6 +168,10 @@ def _refuse_contradictions(options: PlanOptions) -> None:
         raise ConfigError(
             "--gpu-memory needs --device cuda, got --device cpu; give --kv-memory, where vLLM takes"
             " half of the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
+        )
+    if options.protected > options.length:
+        raise ConfigError(
+            f"--protected must be at most --len {options.length}, got {options.protected}"
         )
     if not 0 < options.utilization <= 1:
         raise ConfigError(

@@ -19,6 +19,15 @@ class PlanOptions:
     budget: kv_flags.Budget = None
     window: kv_flags.Window = None
     lookahead: kv_flags.Lookahead = None
+    protected: Annotated[
+        int,
+        typer.Option(
+            "--protected",
+            metavar="TOKENS",
+            min=0,
+            help="Tokens of the prompt that are protected, by --kv-protect or by the request.",
+        ),
+    ] = 0
     min_prompt: kv_flags.MinPrompt = None
     everything: kv_flags.Everything = None
     allow_override: kv_flags.AllowOverride = None

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcompress.commands.concurrency import Concurrency, Forecast, InPieces, Worst
+from vllm_kvcompress.commands.forecast import Concurrency, Forecast, InPieces, Worst
 from vllm_kvcompress.commands.gpu_memory import LARGE_GPU_GIB, Defaults, Estimate
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
 from vllm_kvcompress.settings.overrides import BUDGET, COMPRESS
+from vllm_kvcompress.settings.protection import NONE, PROTECT
 
 _WAITS_S = (0.5, 2.0, 8.0)
 
@@ -25,19 +26,31 @@ class Cell:
     Args:
         method: a preset's name; "off" is the full cache.
         budget: a ratio or tokens per layer, as it is asked for; None with "off" alone.
+        protect: what of the prompt is kept in any case, as it is asked for; empty for what the
+            server protects by itself.
     """
 
     method: str
     budget: float | int | None = None
+    protect: str = ""
 
     @property
     def xargs(self) -> dict[str, Any]:
         """The ``vllm_xargs`` that ask for it."""
         asked: dict[str, Any] = {COMPRESS: self.method}
-        return asked if self.budget is None else {**asked, BUDGET: self.budget}
+        if self.budget is not None:
+            asked[BUDGET] = self.budget
+        if self.protect:
+            asked[PROTECT] = self.protect
+        return asked
+
+    @property
+    def name(self) -> str:
+        """The method, and what it protects."""
+        return f"{self.method} + {self.protect}" if self.protect not in ("", NONE) else self.method
 
     def __str__(self) -> str:
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
+        return self.name if self.budget is None else f"{self.name} {self.budget}"
 
 
 FULL = Cell(method="off")

@@ -29,6 +29,7 @@ class Outcome:
     Args:
         key: the prompt's (`prompts.keys`).
         task, group: the prompt's; None is a group of its own.
+        protect: what was protected, as it was asked for; empty for what the server does by itself.
         kept_tokens: mean of the layers; None where the server said nothing of it.
         exact, shared, similarity: of the two answers (`measures.Agreement`).
         length, full_length: of the answers, in the unit of `shared`.
@@ -49,6 +50,7 @@ class Outcome:
     group: str | None
     method: str
     budget: int | float | None
+    protect: str
     prompt_tokens: Count
     kept_tokens: Amount | None
     exact: bool
@@ -72,7 +74,7 @@ class Outcome:
 
     @property
     def cell(self) -> Cell:
-        return Cell(method=self.method, budget=self.budget)
+        return Cell(method=self.method, budget=self.budget, protect=self.protect)
 
     @property
     def drawn_with(self) -> str:
@@ -106,6 +108,7 @@ class Outcome:
             group=item.group,
             method=cell.method,
             budget=cell.budget,
+            protect=cell.protect,
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if other.kept_tokens is None else float(other.kept_tokens),
             exact=found.exact,

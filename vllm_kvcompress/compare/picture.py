@@ -70,7 +70,7 @@ def _by_method(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     """Each method's cells, what stands beside last: a method is one of the two throughout."""
     found: dict[str, list[Summary]] = {}
     for summary in sorted(summaries, key=lambda s: s.baseline):
-        found.setdefault(summary.method, []).append(summary)
+        found.setdefault(summary.cell.name, []).append(summary)
     return found
 
 

@@ -83,7 +83,11 @@ def _milliseconds(full: float | None, other: float | None) -> str:
 
 
 _ANSWERS = (
-    Column(name="method", meaning="What chooses the tokens.", cell=lambda s: s.method),
+    Column(
+        name="method",
+        meaning="What chooses the tokens, and behind a + what is protected.",
+        cell=lambda s: s.cell.name,
+    ),
     Column(
         name="budget",
         meaning="Share of a prompt's tokens, or tokens per layer, that was asked for.",

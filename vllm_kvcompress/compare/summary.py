@@ -67,6 +67,7 @@ class Summary:
 
     method: str
     budget: float | int
+    protect: str
     asked: int
     compressed: int | None
     kept: float | None
@@ -92,7 +93,7 @@ class Summary:
 
     @property
     def cell(self) -> Cell:
-        return Cell(method=self.method, budget=self.budget)
+        return Cell(method=self.method, budget=self.budget, protect=self.protect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +228,7 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
     return Summary(
         method=cell.method,
         budget=cell.budget,
+        protect=cell.protect,
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,

@@ -36,7 +36,7 @@ def kept_slots(
         window: last tokens of each row that are kept in any case.
         tail: last tokens of each row that are in no page of `counts`, the window's or not.
         most_pages: pages that no row exceeds.
-        guarded: of rows of which nothing was dropped yet, what is kept whatever its score.
+        guarded: what is kept whatever its score, before the window and the tail.
 
     Returns:
         ``[N, Hkv, most_pages * block_size]`` int32, ascending; -1 behind the
@@ -49,7 +49,7 @@ def kept_slots(
     if guarded is None:
         best = selector.select(scores, past, keep, after, most)
     else:
-        best = guarded.select(selector, scores, keep, after, most)
+        best = guarded.select(selector, scores, past, keep, after, most)
     own = torch.arange(own_window, dtype=torch.int32, device=scores.device)
     shape = *scores.shape[:2], own_window
     at = (keep[:, None, None] + own).long().expand(shape)

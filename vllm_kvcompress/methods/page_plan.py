@@ -27,7 +27,10 @@ class PagePlan:
         probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
             the prompt's first and last tokens. They are all of its window; 0 where its own tokens
             judge it.
-        spans: of a prompt of which nothing was dropped yet, what of it is protected.
+        spans: what of the prompt is protected.
+        computed: tokens of the request that are computed when it is packed, where some of them were
+            dropped before; None where `tokens` are all.
+        raised: the budget was raised to what is protected.
     """
 
     num_layers: int
@@ -41,6 +44,8 @@ class PagePlan:
     by_answer: bool = False
     probe: int = 0
     spans: Spans = ()
+    computed: int | None = None
+    raised: bool = False
 
     @property
     def prompt(self) -> Prompt:
@@ -50,7 +55,7 @@ class PagePlan:
             window=self.window,
             budget=self.budget,
             total=self.total,
-            protected=count_before(self.spans, self.tokens - self.window),
+            protected=self._protected_before(self.window),
         )
 
     @property
@@ -61,7 +66,16 @@ class PagePlan:
     @property
     def guarded(self) -> int:
         """Protected tokens before those: they lie in pages."""
-        return count_before(self.spans, self.tokens - self.after)
+        return self._protected_before(self.after)
+
+    @property
+    def settled(self) -> int:
+        """Tokens of the request before those: of what lies behind them, nothing was dropped."""
+        computed = self.tokens - self.probe if self.computed is None else self.computed
+        return computed - (self.after - self.probe)
+
+    def _protected_before(self, last: int) -> int:
+        return count_before(self.spans, self.settled + self.after - last)
 
     @property
     def full_blocks(self) -> int:
@@ -117,7 +131,7 @@ def page_plan(prompt: Prompt, block_size: int, spans: Spans = ()) -> PagePlan | 
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
         return None
-    if 2 * count_before(spans, prompt.tokens) > prompt.tokens:
+    if mostly_protected(spans, prompt.tokens):
         return None
     plan = PagePlan(
         num_layers=layers,
@@ -129,7 +143,25 @@ def page_plan(prompt: Prompt, block_size: int, spans: Spans = ()) -> PagePlan | 
         total=prompt.total,
         spans=spans,
     )
-    if plan.pages < layers * plan.floor_pages:  # of what is protected
-        each = plan.floor_pages + 1
-        plan = replace(plan, pages=layers * each, budget=each * block_size + tail, total=None)
+    plan = with_room_for_protected(plan)
     return plan if plan.pages < layers * full else None
+
+
+def with_room_for_protected(plan: PagePlan, most: int | None = None) -> PagePlan:
+    """The plan, or where its budget cannot hold what is protected, one for that and a page more.
+
+    Args:
+        most: pages that there are over all layers; None where these are more.
+    """
+    if plan.pages >= plan.num_layers * plan.floor_pages:
+        return plan
+    pages = plan.num_layers * (plan.floor_pages + 1)
+    if most is not None:
+        pages = min(pages, most)
+    budget = pages // plan.num_layers * plan.block_size + plan.tail
+    return replace(plan, pages=pages, budget=budget, total=None, raised=True)
+
+
+def mostly_protected(spans: Spans, tokens: int) -> bool:
+    """Whether more than half of a prompt is protected, so that it is left whole."""
+    return 2 * count_before(spans, tokens) > tokens

@@ -47,3 +47,14 @@ def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:
 def count_before(spans: Spans, end: int) -> int:
     """Protected tokens among the first `end`."""
     return sum(max(min(stop, end) - start, 0) for start, stop in spans)
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Spans in ascending order; those that overlap or touch become one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return tuple(found)

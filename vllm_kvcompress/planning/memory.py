@@ -303,6 +303,10 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
     page_counts = [pages(budget, 0) for budget in budgets.granted]
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
+    if settings.protect and not piecewise:
+        # a budget is raised to what is protected: at most half of a prompt, and a page more
+        least = sizes.longest // 2 + lookahead_window(variant)
+        page_counts.append(min(sizes.layers * (least // sizes.block_size + 2) + ahead, every))
     if settings.max_whole is not None and piecewise:
         # a prompt without tokens has no probe
         held = (settings.max_whole - settings.piece) // sizes.block_size

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept
+from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, with_room_for_protected
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.prompt import Prompt
+from vllm_kvcompress.methods.spans import Spans, count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import allocator_rows, method_of, probe_tokens
@@ -31,6 +32,7 @@ class EveryPiece:
         block_size: tokens in a block.
         tokens: of the whole prefill, S.
         packs_end: whether the prompt's end is a boundary; a look-ahead packs it later.
+        spans: what of the prompt is protected. From the first boundary on it has room for all.
     """
 
     settings: CompressionConfig
@@ -38,6 +40,7 @@ class EveryPiece:
     block_size: int
     tokens: int
     packs_end: bool = True
+    spans: Spans = ()
 
     @property
     def first_end(self) -> int:
@@ -91,13 +94,13 @@ class EveryPiece:
         blocks, rest = divmod(tokens, self.block_size)
         tail = rest if ends else 0
         prompt, probe = self._budget if ends else self._inside, self.probe(tokens)
-        pages = pages_kept(prompt, tail, self.block_size)
+        pages = pages_kept(prompt, tail, self.block_size) if ends else self.held_pages
         if holding.pages_at(blocks) <= pages and not ends:
             return None
         total = prompt.total
         if probe and total is not None:
             total += self.num_layers * probe
-        return PagePlan(
+        plan = PagePlan(
             num_layers=self.num_layers,
             tokens=holding.most_tokens(blocks * self.block_size) + tail + probe,
             block_size=self.block_size,
@@ -107,7 +110,10 @@ class EveryPiece:
             total=total,
             probe=probe,
             allocator_window=allocator_rows(self.settings, probe),
+            spans=self.spans,
+            computed=tokens,
         )
+        return with_room_for_protected(plan, holding.pages_at(blocks)) if ends else plan
 
     @property
     def most_blocks(self) -> int:
@@ -136,6 +142,16 @@ class EveryPiece:
         return pages_kept(self._inside, 0, self.block_size)
 
     @property
+    def protects_too_much(self) -> bool:
+        """Whether what is protected, its window and a page more is above `held_pages`."""
+        return self._protecting(self._unprotected).budget > self._unprotected.budget
+
+    @property
+    def without_protected(self) -> int:
+        """`held_pages` if nothing were protected."""
+        return pages_kept(self._unprotected, 0, self.block_size)
+
+    @property
     def roomy(self) -> int:
         """The least `max_whole` with which it may hold twice its budget at a boundary inside."""
         return -(-2 * self._budget.budget // self.block_size) * self.block_size + self._beside
@@ -154,14 +170,26 @@ class EveryPiece:
     @property
     def _inside(self) -> Prompt:
         """What it may hold at a boundary inside: at least its budget."""
+        return self._protecting(self._unprotected)
+
+    @property
+    def _unprotected(self) -> Prompt:
         budget, settings, size = self._budget, self.settings, self.block_size
         assert settings.max_whole is not None
         held = (settings.max_whole - self._beside) // size * size
         return replace(budget, budget=held, total=None) if held > budget.budget else budget
 
+    def _protecting(self, prompt: Prompt) -> Prompt:
+        """What may be held, raised to what is protected, the window and a page more."""
+        protected, size = count_before(self.spans, self.tokens), self.block_size
+        least = (-(-(prompt.window + protected) // size) + 1) * size
+        if not protected or pages_kept(prompt, 0, size) * size >= self.num_layers * least:
+            return prompt
+        return replace(prompt, budget=least, total=None)
+
 
 def pieces_of(
-    settings: CompressionConfig, num_layers: int, block_size: int, tokens: int
+    settings: CompressionConfig, num_layers: int, block_size: int, tokens: int, spans: Spans = ()
 ) -> EveryPiece | None:
     """How a prefill of `tokens` goes piecewise; None where it stands whole.
 
@@ -170,6 +198,10 @@ def pieces_of(
     if settings.max_whole is None or tokens <= settings.max_whole:
         return None
     pieces = EveryPiece(
-        settings=settings, num_layers=num_layers, block_size=block_size, tokens=tokens
+        settings=settings,
+        num_layers=num_layers,
+        block_size=block_size,
+        tokens=tokens,
+        spans=spans,
     )
     return None if pieces.first_end == tokens else pieces

@@ -8,9 +8,14 @@ tokens computed, and how?
 
 from dataclasses import dataclass, replace
 
-from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
+from vllm_kvcompress.methods.page_plan import (
+    PagePlan,
+    page_plan,
+    pages_kept,
+    with_room_for_protected,
+)
 from vllm_kvcompress.methods.presets import least_window
-from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.methods.spans import Spans, count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -154,7 +159,10 @@ class LookAhead:
                 budget=prompt.budget,
                 pages=min(pages_kept(prompt, tail, size), holding.pages_at(blocks)),
                 total=prompt.total,
+                spans=self.spans,
+                computed=tokens,
             )
+            plan = with_room_for_protected(plan, holding.pages_at(blocks))
         if plan is None:
             return None
         by_answer = answered > 0 and tokens >= self.due
@@ -188,20 +196,25 @@ class EveryInterval:
         last: tokens of its longest answer and its prompt.
         added_up: tokens whose attention the workers have added up, for a method that ranks by the
             sum of all rows; None for one that does not.
+        spans: what of the prompt is protected.
     """
 
     settings: CompressionConfig
     prefilled: int
     last: int
     added_up: int | None = None
+    spans: Spans = ()
 
     def cap(self, holding: Holding) -> int:
         """Pages that are held over all layers once the answer was packed again, P."""
         budget, size = self.settings.decode_budget, holding.block_size
         assert budget is not None
-        # every layer needs its window's pages, or one
-        floor = max(-(-self.settings.resolved_decode_window // size), 1)
-        return max(holding.pages, holding.num_layers * budget // size, holding.num_layers * floor)
+        layers, protected = holding.num_layers, count_before(self.spans, self.prefilled)
+        # every layer needs the pages of its window and of what is protected, or one
+        floor = max(-(-(self.settings.resolved_decode_window + protected) // size), 1)
+        own = layers * budget // size
+        more = int(protected > 0 and own < layers * floor)
+        return max(holding.pages, own, layers * (floor + more))
 
     def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
@@ -227,6 +240,8 @@ class EveryInterval:
             budget=max(cap * size // layers, window + 1),
             pages=cap,
             total=cap * size,
+            spans=self.spans,
+            computed=tokens,
         )
 
     def may_pack(self, holding: Holding) -> bool:

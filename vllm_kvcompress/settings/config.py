@@ -30,6 +30,7 @@ from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.selectors import SELECTORS
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.decode import USUAL_WINDOW, DecodeSettings
 from vllm_kvcompress.settings.lookahead import LookaheadSettings, judges_by_window
 from vllm_kvcompress.settings.parsing import (
@@ -45,15 +46,16 @@ from vllm_kvcompress.settings.parsing import (
     whole_tokens,
 )
 from vllm_kvcompress.settings.pieces import PieceSettings
+from vllm_kvcompress.settings.protection import ProtectSettings
 
 MAX_WINDOW = 1024
 _OF_THE_ENGINE = {"min_prompt", "min_output", "pressure", "model", "log_requests", "usage"}
-for _settings in (DecodeSettings, PieceSettings, LookaheadSettings):
+for _settings in (DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings):
     _OF_THE_ENGINE |= {*_settings.model_fields}
 _FOR_REQUESTS = {"allow_override", "budget_bounds", "alias"}
 
 
-class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
+class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, ProtectSettings):
     """Settings of one engine, frozen and hashable.
 
     Every field is a key of ``--kv-compress-config JSON`` and of
@@ -369,14 +371,13 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings):
         share = Fraction(repr(self.budget)) * tokens
         return max(math.floor(share), self.resolved_window + 1)
 
-    def page_plan(self, num_layers: int, tokens: int, block_size: int) -> PagePlan | None:
-        """The plan for a prompt of `tokens`; None when it is left whole.
-
-        It is left whole if it is shorter than `min_prompt`, or if the budget keeps all full blocks.
-        """
+    def page_plan(
+        self, num_layers: int, tokens: int, block_size: int, spans: Spans = ()
+    ) -> PagePlan | None:
+        """The plan for a prompt; None if it is shorter than `min_prompt`, or nothing is dropped."""
         if tokens < max(self.min_prompt, 1):
             return None
-        return page_plan(self.prompt(num_layers, tokens), block_size)
+        return page_plan(self.prompt(num_layers, tokens), block_size, spans)
 
     def prompt(self, num_layers: int, tokens: int) -> Prompt:
         total = None

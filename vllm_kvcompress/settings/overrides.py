@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
+from vllm_kvcompress.settings.protection import PROTECT
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
-_KEYS = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
+_CHOICES = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
+_KEYS = (*_CHOICES, PROTECT)
 _OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 _LONGEST = 24
 """Letters of an unknown key that are compared with our keys, to find one that was misspelt."""
@@ -125,7 +127,7 @@ class _Choice(NamedTuple):
 
 def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
     """What a request names; None when it names nothing."""
-    if not extra_args.keys() & set(_KEYS):
+    if not extra_args.keys() & set(_CHOICES):
         return None
     compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
     if compress is False:

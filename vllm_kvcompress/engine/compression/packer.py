@@ -15,13 +15,16 @@ from kvcompress_kernels.column_sums import column_sums
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.engine.compression.merging import Merging
 from vllm_kvcompress.engine.compression.mover import Held, Move, Mover
+from vllm_kvcompress.engine.compression.protecting import ProtectedSlots
 from vllm_kvcompress.engine.compression.reports import Stopwatch
 from vllm_kvcompress.engine.messages.step import Pack
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages
 from vllm_kvcompress.methods.method import Method, Observed
+from vllm_kvcompress.methods.protected import Guarded, places_among
 from vllm_kvcompress.methods.rows import Rows
+from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.memory import answers_at_once, layers_at_once
 
 
@@ -73,6 +76,7 @@ class Packer:
     def __init__(self, mover: Mover, *, scales: Scales, num_layers: int) -> None:
         self.mover, self.pool = mover, mover.pool
         self.scales, self.num_layers = scales, num_layers
+        self.protected = ProtectedSlots(mover.pool, num_layers)
         self.observers: list[Observer] = []
 
     def at_once(self, tokens: int) -> int:
@@ -165,6 +169,8 @@ class Packer:
             widest = max(widest, most)
         counts, scores = torch.cat(every_count), method.scores(observed)
         del observed
+        protected = self.protected.before(todos, held, heads=scores.shape[1])
+        guarded = None if protected is None else Guarded.of_slots(protected, scores.shape[2])
         kept = kept_slots(
             *(scores, held.tokens, counts),
             window=plan.window,
@@ -172,8 +178,11 @@ class Packer:
             block_size=pool.block_size,
             most_pages=widest,
             selector=method.selector,
+            guarded=guarded,
         )
         del scores
+        if guarded is not None:
+            self.protected.note(todos, places_among(kept, guarded.own))
         move = Move(
             held=held,
             kept=kept,
@@ -181,7 +190,7 @@ class Packer:
             targets=torch.cat(every_target)[:, :widest],
             total=sum(todo.plan.pages for todo in todos),
             in_place=any(todo.in_place for todo in todos),
-            merging=self._merging(method, todos, held) if method.merge else None,
+            merging=self._merging(method, todos, held, kept.shape[1]) if method.merge else None,
         )
         sums = pool.sums if again and Reads.COLUMN_SUMS in method.reads else None
         paid = None if sums is None else sums.read(held.pages)
@@ -296,7 +305,7 @@ class Packer:
         targets = pool.assign(todo.request_id, free, counts, first_block)
         return counts, targets, min(most_pages(plan, pages), pool.columns)
 
-    def _merging(self, method: Method, todos: Sequence[Pack], held: Held) -> Merging:
+    def _merging(self, method: Method, todos: Sequence[Pack], held: Held, heads: int) -> Merging:
         plan, thresholds = todos[0].plan, None
         if self.pool.thresholds is not None:
             slots = self.pool.slots([todo.request_id for todo in todos])
@@ -312,14 +321,20 @@ class Packer:
             tail_pages=tail_pages,
             thresholds=thresholds,
             least=plan.floor_pages * plan.block_size + plan.tail if held.lengths is None else 1,
+            protected=self.protected.every(todos, held, heads),
         )
 
 
-def _alike(job: Job) -> tuple[str, bool, bool, int, int, bool, int]:
-    """What requests have in common that are packed together: method, queries, window and tail."""
+def _alike(job: Job) -> tuple[str, bool, bool, int, int, bool, int, tuple[int, int]]:
+    """What requests have in common that are packed together.
+
+    Their method, queries, window and tail, and how many tokens are protected: before those, and in
+    all.
+    """
     todo, plan = job.todo, job.todo.plan
+    protected = plan.guarded, count_before(plan.spans, todo.tokens)
     queries = todo.judged_by_ring, plan.window, plan.allocator_window or plan.window
-    return str(todo.settings), todo.prefill, *queries, plan.by_answer, plan.tail
+    return str(todo.settings), todo.prefill, *queries, plan.by_answer, plan.tail, protected
 
 
 def _rows_of(held: Held, rows: Sequence[int]) -> Held:

@@ -7,7 +7,8 @@ where vLLM turns parameters into a request.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,14 +17,19 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.engine.frontend.aliases import resolve
+from vllm_kvcompress.engine.frontend.chat_parts import wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
+from vllm_kvcompress.engine.frontend.protection import asked_of, protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
+from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
@@ -68,8 +74,17 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     policy = _policy(processor)
     if policy.switched_off:
         return
-    try:
+    with _refusing():
         settings_for(policy.settings, extra_args)
+        if policy.settings is not None:
+            asked_of(policy.settings, extra_args)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Answer what a request may not have with vLLM's error, and count it."""
+    try:
+        yield
     except OverrideError as e:
         count_refusal(e.reason)
         raise VLLMValidationError(str(e), parameter="vllm_xargs") from None
@@ -84,13 +99,22 @@ def _policy(processor: InputProcessor) -> _Policy:
     return _policies[processor]
 
 
-def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> None:
-    """Run `check`, and `check_room` where the prompt's tokens are known."""
-    extra_args = getattr(params, "extra_args", None)
+def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> Spans:
+    """Run `check`, and `check_room` where the prompt's tokens are known.
+
+    Returns:
+        What of the prompt is protected.
+    """
+    if not isinstance(params, SamplingParams):
+        return ()
+    config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
     check(processor, extra_args)
+    with _refusing():
+        spans = protected_spans(config, policy.settings, extra_args, prompt)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     tokens = None if ids is None else len(ids)
-    check_room(processor.vllm_config, _policy(processor).settings, extra_args, tokens)
+    check_room(config, policy.settings, extra_args, tokens, spans)
+    return spans
 
 
 def install() -> None:
@@ -104,8 +128,11 @@ def install() -> None:
     def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         params = kwargs["params"] if "params" in kwargs else args[2]
-        _check_whole(self, prompt, params)
-        return process_inputs(self, *args, **kwargs)
+        spans = _check_whole(self, prompt, params)
+        request = process_inputs(self, *args, **kwargs)
+        if request.sampling_params is not None:
+            attach_spans(request.sampling_params, spans)
+        return request
 
     @functools.wraps(generate)
     def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,12 +144,23 @@ def install() -> None:
     InputProcessor.process_inputs = processing
     AsyncLLM.generate = generating
     for serving, name in HANDLERS:
-        setattr(serving, name, _checking(getattr(serving, name)))
+        chat = serving is not OpenAIServingCompletion
+        setattr(serving, name, _checking(getattr(serving, name), chat=chat))
     setattr(InputProcessor, _INSTALLED, True)
 
 
-def _checking(answer: Any) -> Any:
+def _words(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The parts of a chat that are to be protected, where a request may be compressed."""
+    settings = _policy(processor).settings
+    if settings is None or settings_for(settings, extra_args) is None:
+        return ()
+    return asked_of(settings, extra_args).words
+
+
+def _checking(answer: Any, *, chat: bool) -> Any:
     """Wrap a handler of the server, so that the request is checked first.
+
+    What of a chat is to be protected is noted for whoever renders it.
 
     Responses make their generator within the stream, and beam search drops the extra arguments.
     """
@@ -130,7 +168,9 @@ def _checking(answer: Any) -> Any:
     @functools.wraps(answer)
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         resolve(self.models, request)
-        check(self.engine_client.input_processor, request.vllm_xargs)
+        processor = self.engine_client.input_processor
+        check(processor, request.vllm_xargs)
+        wanted.set(_words(processor, request.vllm_xargs) if chat else None)
         return await answer(self, request, *args, **kwargs)
 
     return answering

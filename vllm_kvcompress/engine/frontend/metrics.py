@@ -107,6 +107,16 @@ COUNTERS: Mapping[str, Counted] = {
         "Prompts packed at the end of their prefill, since no slot was free for a look-ahead.",
         lambda counts: counts["slotless"],
     ),
+    "protected_tokens": Counted(
+        "",
+        "Tokens of compressed prompts that are kept whatever their score.",
+        lambda counts: counts["protected_tokens"],
+    ),
+    "raised_budgets": Counted(
+        "",
+        "Prompts whose budget was raised to what of them is protected.",
+        lambda counts: counts["raised_budgets"],
+    ),
     "cut_lookaheads": Counted(
         "to",
         "Times that a prompt was packed before its look-ahead was over, since the pool was short.",
@@ -182,6 +192,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             "budget": str(settings.budget),
             "window": str(settings.resolved_window if settings.enabled else 0),
             "lookahead": str(settings.resolved_lookahead if settings.enabled else 0),
+            "protect": ",".join(settings.protect),
             "min_prompt": str(settings.min_prompt),
             "min_output": str(settings.min_output),
             "pressure": str(settings.pressure),

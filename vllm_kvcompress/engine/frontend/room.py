@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.layers import layers_together, windows_of
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
@@ -23,6 +24,7 @@ def check_room(
     settings: CompressionConfig | None,
     extra_args: Mapping[str, Any] | None,
     tokens: int | None,
+    spans: Spans,
 ) -> None:
     """Refuse a prompt whose largest holding takes more blocks than the pool has.
 
@@ -31,6 +33,7 @@ def check_room(
         settings: the engine's; None without compression.
         extra_args: the request's, which `settings_for` has accepted.
         tokens: prompt length; None where it is not known yet.
+        spans: what of it is protected.
 
     Raises:
         VLLMValidationError: the prompt is refused; vLLM's server answers it with status 400.
@@ -46,7 +49,7 @@ def check_room(
     blocks = total // max(engines, 1) - 1 - windows_of(config).blocks()
     own = settings_for(settings, extra_args)
     layers = layers_together(config)
-    pieces = None if own is None else pieces_of(own, layers, size, tokens)
+    pieces = None if own is None else pieces_of(own, layers, size, tokens, spans)
     most = -(-tokens // size) if pieces is None else pieces.most_blocks
     if most <= blocks:
         return

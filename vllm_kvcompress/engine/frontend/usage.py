@@ -56,8 +56,9 @@ class Collected:
             "prompt_tokens": sum(each["prompt_tokens"] for each in kept),
             "kept_tokens": round(sum(each["kept_tokens"] for each in kept), 1),
         }
-        if any("lookahead" in each for each in kept):
-            total["lookahead"] = sum(each.get("lookahead", 0) for each in kept)
+        for key in ("lookahead", "protected_tokens"):
+            if any(key in each for each in kept):
+                total[key] = sum(each.get(key, 0) for each in kept)
         if len(layers) == len(kept):
             total["layer_tokens"] = [sum(tokens) for tokens in zip(*layers, strict=True)]
         return total

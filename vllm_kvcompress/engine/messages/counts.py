@@ -44,6 +44,10 @@ class Counts(TypedDict):
     """Times that a prompt was packed piecewise, its end included."""
     slotless: int
     """Prompts that found no slot for a look-ahead."""
+    protected_tokens: int
+    """Tokens of compressed prompts that are kept whatever their score, as parts or as spans."""
+    raised_budgets: int
+    """Prompts whose budget was raised to what is protected."""
     cut_lookaheads: dict[str, int]
     """Times that a prompt was packed before its look-ahead was over, by what to."""
 

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.settings.config import CompressionConfig
 
 # what a look-ahead that is cut short packs its prompt to: values of the metric's label `to`
@@ -54,6 +55,11 @@ class Pack:
     def judged_by_ring(self) -> bool:
         """Whether the ring has the queries that choose, and not what its chunks left."""
         return not self.prefill or self.answered is not None
+
+    @property
+    def protected_tokens(self) -> int:
+        """Tokens of the prompt that are kept whatever their score."""
+        return count_before(self.plan.spans, self.prompt_tokens)
 
     @property
     def prompt_tokens(self) -> int:

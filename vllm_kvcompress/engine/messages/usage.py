@@ -10,8 +10,8 @@ from vllm.v1.engine import EngineCoreOutput
 _KEY = "kvcompress"
 
 Kept = dict[str, Any]
-"""``method``, ``budget``, ``prompt_tokens``, ``kept_tokens`` of a new compression, and
-``layer_tokens`` once the workers have told them."""
+"""``method``, ``budget``, ``prompt_tokens`` and ``kept_tokens`` of a new compression, ``lookahead``
+and ``protected_tokens`` where it has some, and ``layer_tokens`` once the workers have told them."""
 
 
 def attach_kept(output: EngineCoreOutput, kept: Kept) -> None:

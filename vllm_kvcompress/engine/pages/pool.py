@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-from vllm_kvcompress.engine.pages.remembered import AttentionSums, Thresholds
+from vllm_kvcompress.engine.pages.remembered import AttentionSums, Protected, Thresholds
 from vllm_kvcompress.errors import SeamError
 
 
@@ -126,6 +126,8 @@ class PagePool:
         # What methods that add up attention, and that merge, remember of growing answers.
         self.sums: AttentionSums | None = None
         self.thresholds: Thresholds | None = None
+        # Where protected tokens lie in what was packed of requests that may be packed again.
+        self.protected: dict[str, Protected] = {}
         self._num_blocks = int(layers[0].shape[0])
         self._slots: dict[str, int] = {}
         # Those of requests that read packed pages.
@@ -253,6 +255,7 @@ class PagePool:
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; nothing happens if it is unknown."""
         slot = self._slots.pop(request_id, None)
+        self.protected.pop(request_id, None)
         if slot is not None:
             self._reading.discard(slot)
             if self.ring is not None:

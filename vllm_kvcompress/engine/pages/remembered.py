@@ -1,6 +1,7 @@
 """What methods remember of answers that grow, beside what the cache holds of their tokens."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -55,6 +56,18 @@ class AttentionSums:
     def _at(self, pages: torch.Tensor) -> torch.Tensor:
         flat = pages.long()
         return flat if self._place is None else self._place[flat].long()
+
+
+class Protected(NamedTuple):
+    """Where protected tokens lie in what was packed of one request.
+
+    Args:
+        settled: tokens of the request before this; of the later ones nothing was dropped.
+        places: ``[L, Hkv, G]`` int32, ascending: the slots of the protected ones before it.
+    """
+
+    settled: int
+    places: torch.Tensor
 
 
 class Thresholds:

@@ -12,8 +12,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import Windows
+from vllm_kvcompress.engine.messages.spans import spans_of
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.pieces import EveryPiece, pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
@@ -28,11 +30,13 @@ WITHIN_BUDGET = "within_budget"
 LOW_PRESSURE = "low_pressure"
 UNSUPPORTED = "unsupported"
 INVALID = "invalid"
+# more than half of it is protected
+PROTECTED = "protected"
 # its answer ended before it was to be judged by it
 ANSWERED = "answered"
 REASONS = (
     *(OFF, SHORT_PROMPT, SHORT_OUTPUT, WITHIN_BUDGET, LOW_PRESSURE, UNSUPPORTED, INVALID),
-    ANSWERED,
+    *(PROTECTED, ANSWERED),
 )
 
 
@@ -46,6 +50,7 @@ class Decision:
         growing: what bounds its answer; None when it may grow.
         final: the request was admitted, so that this will not change.
         error: for INVALID, what is wrong with what it asks for.
+        spans: what of its prompt is protected.
     """
 
     settings: CompressionConfig | None
@@ -53,6 +58,7 @@ class Decision:
     growing: CompressionConfig | None = None
     final: bool = False
     error: str = ""
+    spans: Spans = ()
 
     @property
     def bound_again(self) -> CompressionConfig | None:
@@ -128,9 +134,9 @@ class Admissions:
         """Blocks of a request of so many tokens for layers with a sliding window."""
         return 0 if self._windows is None else self._windows.blocks(tokens)
 
-    def plan(self, settings: CompressionConfig, tokens: int) -> PagePlan | None:
+    def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""
-        return settings.page_plan(self._num_layers, tokens, self._block_size)
+        return settings.page_plan(self._num_layers, tokens, self._block_size, spans)
 
     def share_in_use(self, tokens: int) -> float:
         """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""
@@ -150,24 +156,35 @@ class Admissions:
             return Decision(None, INVALID, error=str(e))
         if settings is None:
             return Decision(None, OFF)
-        decision = self._of_prompt(request, settings)
+        decision = self._of_prompt(request, settings, spans_of(params))
         if settings.decode_budget is not None:
             decision.growing = settings
         return decision
 
-    def pieces(self, settings: CompressionConfig, tokens: int) -> EveryPiece | None:
+    def pieces(
+        self, settings: CompressionConfig, tokens: int, spans: Spans = ()
+    ) -> EveryPiece | None:
         """How a prefill of `tokens` goes piecewise; None where it stands whole."""
-        return pieces_of(settings, self._num_layers, self._block_size, tokens)
+        return pieces_of(settings, self._num_layers, self._block_size, tokens, spans)
 
-    def _of_prompt(self, request: Request, settings: CompressionConfig) -> Decision:
-        if self.pieces(settings, request.num_prompt_tokens) is not None:
+    def _of_prompt(self, request: Request, settings: CompressionConfig, spans: Spans) -> Decision:
+        decision = self._packed_or_whole(request, settings, spans)
+        decision.spans = spans
+        return decision
+
+    def _packed_or_whole(
+        self, request: Request, settings: CompressionConfig, spans: Spans
+    ) -> Decision:
+        if self.pieces(settings, request.num_prompt_tokens, spans) is not None:
             # Whatever it is asked for and however much room there is: it must not stand whole.
             return Decision(settings)
         if request.num_prompt_tokens < settings.min_prompt:
             return Decision(None, SHORT_PROMPT)
         if request.max_tokens < settings.min_output:
             return Decision(None, SHORT_OUTPUT)
-        if self.plan(settings, request.num_tokens) is None:
+        if mostly_protected(spans, int(request.num_prompt_tokens)):
+            return Decision(None, PROTECTED)
+        if self.plan(settings, request.num_tokens, spans) is None:
             return Decision(None, WITHIN_BUDGET)
         if settings.pressure and self.share_in_use(request.num_tokens) < settings.pressure:
             return Decision(None, LOW_PRESSURE)

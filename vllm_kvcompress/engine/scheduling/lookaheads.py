@@ -18,8 +18,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import LookAhead, RequestSchedule
+from vllm_kvcompress.settings.method_of import lookahead_window
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -312,4 +314,8 @@ def choose(
 def _most_kept(lookahead: LookAhead) -> int:
     """Blocks that no packing of a prompt to its budget exceeds, if it is no later than due."""
     tokens = lookahead.settings.prompt(lookahead.num_layers, lookahead.prompt).budget
+    if protected := count_before(lookahead.spans, lookahead.prompt):
+        # a budget that cannot hold it is raised, to a page more than that
+        least = protected + lookahead_window(lookahead.settings) + lookahead.block_size
+        tokens = max(tokens, least)
     return -(-(tokens + lookahead.settings.resolved_lookahead) // lookahead.block_size) + 2

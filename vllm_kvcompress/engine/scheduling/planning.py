@@ -137,6 +137,7 @@ class Planner:
             prompt=int(request.num_prompt_tokens),
             last=int(request.num_prompt_tokens + request.max_tokens),
             prefilled=int(request.num_tokens),
+            spans=self.admissions.of(request).spans,
         )
         most = max(prefill.most_blocks, lookahead.held_blocks(prefill.ending))
         if lookahead.due <= request.num_tokens or most > self.admissions.room:
@@ -165,13 +166,14 @@ class Planner:
         if again is not None and again.max_whole is not None and tokenless:
             # rows that are embeddings cannot be computed behind a piece
             again = again.model_copy(update={"probe": 0, "probe_first": 0})
-        pieces = None if again is None else self.admissions.pieces(again, tokens)
+        spans = decision.spans
+        pieces = None if again is None else self.admissions.pieces(again, tokens, spans)
         if pieces is not None:
             return pieces
         if own is None or packing is None or request.max_tokens - request.num_output_tokens <= 1:
             # With one token of the answer left, nothing would read a compressed prompt.
             return None
-        plan = self.admissions.plan(packing, tokens)
+        plan = self.admissions.plan(packing, tokens, spans)
         return None if plan is None else AtEnd(settings=own, whole=plan)
 
     def has_prefilled(self, request_id: str) -> bool:
@@ -199,6 +201,7 @@ class Planner:
             prefilled=int(request.num_tokens),
             last=int(request.num_prompt_tokens + request.max_tokens),
             added_up=int(request.num_tokens) if adds_up(settings) else None,
+            spans=self.admissions.of(request).spans,
         )
         if not answer.may_pack(self._after(holding, plan, answer.prefilled)):
             # Nobody will ask, and its blocks may be others' too, beside which their sums lie.
@@ -296,12 +299,14 @@ class Planner:
             if schedule.lookahead is not None:
                 max_length = min(schedule.lookahead.longest_hit, max_length)
             return min(pieces.first_end - own, pieces.tokens - max(window, 1), max_length)
-        settings = self.admissions.of(request).settings
+        decision = self.admissions.of(request)
+        settings = decision.settings
         if self._watched_whole(request, schedule.holding) is not None:
             return 0
         # vLLM always recomputes the last token, so it asks for one less.
         tokens = max_length + 1
-        if settings is None or self.admissions.plan(settings, tokens) is None:
+        plan = settings and self.admissions.plan(settings, tokens, decision.spans)
+        if settings is None or plan is None:
             return max_length
         reads = method_of(settings).reads
         if Reads.COLUMN_SUMS in reads:

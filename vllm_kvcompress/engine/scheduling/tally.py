@@ -27,6 +27,8 @@ class Tally:
         answer_blocks: blocks that went back to the pool by that.
         pieces: times that a prompt was packed piecewise, its end included.
         slotless: prompts that found no slot for a look-ahead.
+        protected: protected tokens of prompts that were packed.
+        raised: prompts whose budget was raised to what is protected.
         cut: times that a prompt was packed before its look-ahead was over, by what to.
     """
 
@@ -40,6 +42,8 @@ class Tally:
     answer_blocks: int = 0
     pieces: int = 0
     slotless: int = 0
+    protected: int = 0
+    raised: int = 0
     cut: Counter[str] = field(default_factory=Counter)
 
     def pack(self, pack: Pack, returned: int, *, first: bool, own: int, piecewise: bool) -> None:
@@ -61,6 +65,8 @@ class Tally:
         self.in_place += own > 0
         if pack.ends:
             self.planned[pack.settings.compress] += 1
+            self.protected += pack.protected_tokens
+            self.raised += pack.plan.raised
         if pack.cut:
             self.cut[pack.cut] += 1
 
@@ -92,6 +98,8 @@ class Tally:
             "answer_blocks": self.answer_blocks,
             "pieces": self.pieces,
             "slotless": self.slotless,
+            "protected_tokens": self.protected,
+            "raised_budgets": self.raised,
             "cut_lookaheads": dict(self.cut),
         }
         self.cut.clear()
@@ -100,4 +108,5 @@ class Tally:
         self.packed.clear()
         self.freed_blocks = self.packed_blocks = self.in_place = 0
         self.repacked = self.answer_blocks = self.pieces = self.slotless = 0
+        self.protected = self.raised = 0
         return taken

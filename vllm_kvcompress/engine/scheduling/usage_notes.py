@@ -38,6 +38,8 @@ class UsageNotes:
             }
             if todo.answered is not None:
                 self._news[todo.request_id]["lookahead"] = todo.answered
+            if todo.plan.spans:
+                self._news[todo.request_id]["protected_tokens"] = todo.protected_tokens
 
     def report(self, packed: Iterable[Packed]) -> None:
         """What a worker has packed."""

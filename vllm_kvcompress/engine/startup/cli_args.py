@@ -52,6 +52,12 @@ FLAGS = {
         "When a look-ahead is cut short because the KV pool is: before a request would be preempted"
         " (preemption), also for the next one that waits (waiting), or never.",
     ),
+    "--kv-protect": (
+        "protect",
+        "PARTS",
+        "Parts of a chat that are kept in any case: system, tools, question, or several of them"
+        " separated by commas; with none, all tokens compete.",
+    ),
     "--kv-min-prompt": (
         "min_prompt",
         "TOKENS",

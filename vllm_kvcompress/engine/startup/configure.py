@@ -153,18 +153,21 @@ def _install_doors(settings: CompressionConfig) -> None:
         from vllm_kvcompress.engine.frontend import aliases
 
         aliases.install()
+    if settings.protect and (reason := front_end()) is not None:
+        raise ConfigError(f"--kv-protect: {reason}")
     if settings.usage and settings.active:
         from vllm_kvcompress.engine.frontend import usage
 
         usage.install()
     try:
-        check("frontend.api", "frontend.metrics", version=vllm.__version__)
+        check("frontend.api", "frontend.chat_parts", "frontend.metrics", version=vllm.__version__)
     except SeamError:
         return
     # Imported here: engines' and workers' processes need neither.
-    from vllm_kvcompress.engine.frontend import api, metrics
+    from vllm_kvcompress.engine.frontend import api, chat_parts, metrics
 
     api.install()
+    chat_parts.install()
     metrics.install()
 
 

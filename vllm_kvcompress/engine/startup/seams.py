@@ -18,6 +18,7 @@ _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils:"
 _TABLES = "vLLM has a plugin interface for per-layer block tables"
 _USAGE = "vLLM carries a plugin's figures from the scheduler to an answer's usage"
 _HOOK = "never: vLLM's own hook"
+_CALLED = "we no longer call it"
 
 SEAMS = (
     *seams(
@@ -62,6 +63,24 @@ SEAMS = (
         "(request)",
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
         "(request)",
+    ),
+    *seams(
+        "frontend.chat_parts",
+        "wrap",
+        "vLLM tells which tokens of a chat are its system prompt, its tools and its last message",
+        "vllm.renderers.base:BaseRenderer.render_chat(conversations, chat_params, tok_params)",
+        "vllm.renderers.base:BaseRenderer.render_chat_async"
+        "(conversations, chat_params, tok_params)",
+    ),
+    *seams(
+        "frontend.chat_parts",
+        "use",
+        _CALLED,
+        "vllm.renderers.base:BaseRenderer.render_messages(messages, params)",
+        "vllm.renderers.base:BaseRenderer.render_messages_async(messages, params)",
+        "vllm.renderers.base:BaseRenderer.tokenize_prompt(prompt, params)",
+        "vllm.renderers.params:ChatParams(chat_template_kwargs)",
+        "vllm.renderers.params:TokenizeParams(return_token_offsets, truncate_prompt_tokens)",
     ),
     *seams(
         "frontend.aliases",

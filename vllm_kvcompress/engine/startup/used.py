@@ -19,7 +19,13 @@ USED = (
         "vllm.logger:init_logger",
         "vllm:envs",
     ),
-    *seams("frontend", "use", _USED, "vllm.exceptions:VLLMValidationError"),
+    *seams(
+        "frontend",
+        "use",
+        _USED,
+        "vllm.exceptions:VLLMValidationError",
+        "vllm.sampling_params:SamplingParams(extra_args)",
+    ),
     *seams(
         "frontend",
         "use",

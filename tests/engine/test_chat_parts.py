@@ -1,0 +1,235 @@
+"""Where the parts of a chat stand: found by vLLM's own renderer, checked by what they decode to.
+
+Templates are written here in the manner of each family: where it puts the system prompt and the
+tools, and what it writes around them.
+"""
+
+import asyncio
+
+import pytest
+
+from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, PartError
+
+CHATML = """
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}# Tools
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% else %}<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}
+{%- for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA3 = """{{ '<|begin_of_text|>' }}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}
+{%- set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if tools %}{{ 'Environment: ipython\\n' }}{% endif %}
+{{- 'Cutting Knowledge Date: December 2023\\n\\n' + system + '<|eot_id|>' }}
+{%- if tools %}{% set first = rest[0].content | trim %}{% set rest = rest[1:] %}
+{{- '<|start_header_id|>user<|end_header_id|>\\n\\nGiven the following functions, answer.\\n\\n' }}
+{%- for t in tools %}{{ t | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}
+{{- first + '<|eot_id|>' }}{% endif %}
+{%- for m in rest %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+MISTRAL = """{{ '<s>' }}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{%- for m in rest %}
+{%- if m.role == 'user' %}
+{%- if tools and loop.last %}{{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{{- '[INST] ' }}{% if loop.last and system is defined %}{{ system + '\\n\\n' }}{% endif %}
+{{- m.content + '[/INST]' }}
+{%- else %}{{ ' ' + m.content + '</s>' }}{% endif %}
+{%- endfor %}"""
+GEMMA = """{{ '<bos>' }}
+{%- if messages[0].role == 'system' %}{% set prefix = messages[0].content + '\\n\\n' %}
+{%- set rest = messages[1:] %}{% else %}{% set prefix = '' %}{% set rest = messages %}{% endif %}
+{%- for m in rest %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+{{- (prefix if loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+TOOLS_FIRST = """{%- if tools %}{{ '<tools>' }}
+{%- for t in tools %}{{ t.function.name + ': ' + t.function.description + '\\n' }}
+{{- t.function.parameters | tojson + '\\n' }}{% endfor %}{{ '</tools>\\n' }}{% endif %}
+{%- for m in messages %}{{ '[' + m.role + '] ' + m.content + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"""
+FAMILIES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "tools first": TOOLS_FIRST,
+}
+
+SYSTEM = "  Never say “orange”; answer in three lines.\nQuote nothing.  "
+FIRST, LAST = "What is in this text?\n" + "The lamp is blue. " * 40, "And what colour is the lamp?"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Looks up the {name} of a place.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+        },
+    }
+    for name in ("weather", "height", "mayor")
+]
+
+
+def chat(*, system=SYSTEM, last=LAST):
+    first = [] if system is None else [{"role": "system", "content": system}]
+    turn = [{"role": "user", "content": FIRST}, {"role": "assistant", "content": "A lamp."}]
+    return [*first, *turn, {"role": "user", "content": last}]
+
+
+@pytest.fixture(scope="module")
+def renderer(demo_model):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers.registry import renderer_from_config
+
+    on = {"kvcompress": {"compress": "cake"}}
+    arguments = EngineArgs(model=str(demo_model), max_model_len=4096, additional_config=on)
+    return renderer_from_config(arguments.create_engine_config())
+
+
+def made(renderer, template, messages, tools=None, **more):
+    """The parts of a chat, and its tokens."""
+    from vllm.renderers.params import ChatParams
+
+    kwargs = {"add_generation_prompt": True, "tools": tools, "tokenize": False, **more}
+    params = ChatParams(chat_template=template, chat_template_kwargs=kwargs)
+    tokenizing = renderer.default_chat_tok_params
+    _, (prompt,) = renderer.render_chat([messages], params, tokenizing)
+    return ChatParts(renderer, messages, params, tokenizing, prompt), prompt["prompt_token_ids"]
+
+
+def decoded(renderer, ids, spans):
+    return [renderer.tokenizer.decode(ids[start:stop]) for start, stop in spans]
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_decode_to_their_text(family, with_tools, renderer):
+    """And a token more at either end at most: one that has letters of its neighbour too."""
+    tools = TOOLS if with_tools and family != "gemma" else None
+    parts, ids = made(renderer, FAMILIES[family], chat(), tools)
+    for word, text in (("system", SYSTEM.strip()), ("question", LAST)):
+        (found,) = decoded(renderer, ids, parts.spans(word))
+        assert text in found
+        assert len(found) <= len(text) + 12
+    if tools is None:
+        assert parts.spans("tools") == ()
+        return
+    (found,) = decoded(renderer, ids, parts.spans("tools"))
+    for tool in tools:
+        assert tool["function"]["description"] in found
+        assert tool["function"]["name"] in found
+    assert found.rstrip().endswith(("}", "]")) or "</tools>" in found or "[INST]" in found
+    assert SYSTEM.strip() not in found
+    assert LAST not in found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_while_others_are_served_the_same_is_found(family, renderer):
+    from vllm.renderers.params import ChatParams
+
+    from vllm_kvcompress.engine.frontend.chat_parts import install, parts_of, wanted
+
+    install()
+    tools = None if family == "gemma" else TOOLS
+    own, ids = made(renderer, FAMILIES[family], chat(), tools)
+    kwargs = {"add_generation_prompt": True, "tools": tools, "tokenize": False}
+    params = ChatParams(chat_template=FAMILIES[family], chat_template_kwargs=kwargs)
+
+    async def asked():
+        wanted.set(("system", "question"))
+        # contents may come as what can be read but once, in parts
+        messages = [{**m, "content": iter([_text(m["content"])])} for m in chat()]
+        return await renderer.render_chat_async([messages], params)
+
+    _, (prompt,) = asyncio.run(asked())
+    assert prompt["prompt_token_ids"] == ids
+    assert "prompt_token_offsets" not in prompt
+    for word in ("system", "question"):
+        assert parts_of(prompt).spans(word) == own.spans(word)
+
+
+def _text(text):
+    return {"type": "text", "text": text}
+
+
+def test_a_default_system_prompt_is_the_templates_and_no_part(renderer):
+    parts, _ = made(renderer, CHATML, chat(system=None), TOOLS)
+    assert parts.spans("system") == ()
+
+
+def test_messages_of_both_roles_that_instruct(renderer):
+    template = TOOLS_FIRST
+    messages = [*chat(), {"role": "developer", "content": "Be brief."}, *chat()[-1:]]
+    parts, ids = made(renderer, template, messages)
+    first, second = decoded(renderer, ids, parts.spans("system"))
+    assert SYSTEM.strip() in first
+    assert "Be brief." in second
+
+
+def test_of_a_long_question_both_ends(renderer):
+    """A document in the last message competes, what is asked before and behind it does not."""
+    question = "Summarise this:\n" + "The lamp is blue. " * 300 + "\nIn one line, please."
+    parts, ids = made(renderer, CHATML, chat(last=question))
+    spans = parts.spans("question")
+    assert [stop - start for start, stop in spans] == [256, 256]
+    first, last = decoded(renderer, ids, spans)
+    assert first.startswith("Summarise this:") or "Summarise this:" in first[:30]
+    assert "In one line, please." in last
+
+
+def test_an_answer_that_is_to_go_on(renderer):
+    messages = [*chat(), {"role": "assistant", "content": "The lamp"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    parts, ids = made(renderer, CHATML, messages, **more)
+    (found,) = decoded(renderer, ids, parts.spans("question"))
+    assert LAST in found
+
+
+@pytest.mark.parametrize(
+    ("template", "word", "why"),
+    [
+        (CHATML.replace("{{ messages[0].content }}", "{{ messages[0].content * 2 }}"), "system",
+         "changes other text with it"),
+        (CHATML.replace("# Tools", "# Tools: {{ tools | length }}"), "tools",
+         "in more than one place"),
+    ],
+)  # fmt: skip
+def test_a_template_that_writes_a_part_twice(template, word, why, renderer):
+    parts, _ = made(renderer, template, chat(), TOOLS)
+    with pytest.raises(PartError, match=why):
+        parts.spans(word)
+
+
+def test_a_template_that_leaves_a_part_out_has_nothing_to_protect(renderer):
+    parts, _ = made(renderer, GEMMA, chat(), TOOLS)
+    assert parts.spans("tools") == ()
+
+
+def test_where_letters_are_hard_to_tell(renderer):
+    """Many tokens of one letter, and a text that ends as its stand-in would."""
+    system = "Q🦜é—“ answer in emoji 🦜Q"
+    parts, ids = made(renderer, CHATML, chat(system=system))
+    (found,) = decoded(renderer, ids, parts.spans("system"))
+    assert system in found

@@ -1,0 +1,231 @@
+"""Protected spans on the real engine: what stays, against float64, however often it is packed.
+
+The reference sees the queries, keys and values that the attention layers received.
+"""
+
+import pytest
+
+from checkpoints import SHAPES, make, tokens
+from engines import BLOCK, V2, engine, first_runner, settings
+from test_decode_budgets import INTERVAL, Replay
+from test_lookahead import AHEAD, BUDGET, Ahead, InPieces, ahead
+from test_prompts_in_pieces import IN_CHUNKS, PIECE, Prompt, piecewise
+from vllm_kvcompress.settings.protection import parse_protect
+
+NAME = "llama-gqa"
+METHODS = [
+    *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
+    *("caote", "fastcaote"),
+]
+# at the beginning, inside, and into the window and the tail
+SPANS = ["0:20", "95:131", "300:301", "390:411"]
+
+
+def protected(spans):
+    _, pairs = parse_protect("spans", spans)
+    return frozenset(at for start, stop in pairs for at in range(start, stop))
+
+
+class AtEnd(Prompt):
+    """A prompt that is packed when its prefill ends."""
+
+    def __init__(self, method, shape, seen, prompt, budget, window) -> None:
+        super().__init__(method, shape, seen, prompt, budget)
+        self.w = window
+        self.held = [[list(range(prompt)) for _ in range(shape.kv_heads)] for _ in self.held]
+
+
+@pytest.mark.parametrize("method", ["cake"] if V2 else METHODS)
+def test_a_prompt_keeps_its_spans_when_its_prefill_ends(method, checkpoints_folder):
+    length, answer, budget = 417, 12, 0.5
+    window = {"tova": 1, "streamingllm": 0}.get(method, 32)
+    config = settings(method, budget, **({} if window < 2 else {"window": window}))
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        packed = llm.watch_packing(lambda done: done.todo.plan)
+        llm.submit("r", tokens(length, seed=33), answer, extra_args={"kv_protect": SPANS})
+        llm.drain()
+        assert llm.free_blocks == free
+    (plan,) = packed
+    assert not plan.raised
+    assert sum(stop - start for start, stop in plan.spans) == len(protected(SPANS)) == 78
+    replay = AtEnd(method, SHAPES[NAME], seen, length, int(length * budget), window)
+    replay.protected = protected(SPANS)
+    replay.after(length)
+    assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
+    for position in range(length, length + answer - 1):
+        replay.look(position)
+
+
+CASES = [("snapkv", None), ("cake", None), ("cake-chunk", None), ("caote", None), ("cake", 40)]
+
+
+@pytest.mark.parametrize(("method", "window"), [("cake-chunk", None)] if V2 else CASES)
+def test_a_look_ahead_ends_with_the_spans(method, window, checkpoints_folder):
+    length, answer, spans = 417, AHEAD + 20, ["0:20", "100:103", "380:417"]
+    asked = {} if window is None else {"window": window}
+    config = ahead(method, lookahead=AHEAD, **asked)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        seen = llm.record_attention()
+        llm.submit("r", tokens(length, seed=33), answer, extra_args={"kv_protect": spans})
+        llm.drain()
+    replay = Ahead(method, SHAPES[NAME], seen, length, AHEAD, window=window).whole()
+    replay.protected = protected(spans)
+    for position in range(length, length + answer - 1):
+        replay.step(position)
+    assert replay.packed_at == [length + AHEAD]
+
+
+@first_runner
+@pytest.mark.parametrize("method", ["snapkv", "cake", "streamingllm", "cake-chunk", "tova"])
+def test_pieces_keep_the_spans_of_earlier_ones(method, checkpoints_folder):
+    """Across a boundary too, and of the last piece, which its end protects by itself."""
+    length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
+    config = piecewise(method, 0.4, probe=0)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        llm.submit("r", tokens(length, seed=5), answer, extra_args={"kv_protect": spans})
+        llm.drain()
+        llm.settle()
+        assert llm.free_blocks == free
+        assert not llm.compressor.pool.protected
+    replay = Prompt(method, SHAPES[NAME], seen, length, int(length * 0.4))
+    replay.protected = protected(spans)
+    replay.to_the_end(length + answer)
+    assert len(replay.packed_at) >= 3
+    assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
+
+
+@pytest.mark.parametrize("method", ["cake"] if V2 else ["cake", "snapkv", "cake-chunk"])
+def test_from_pieces_over_a_look_ahead_to_bounded_answers(method, checkpoints_folder):
+    """Judged by the prompt's ends, then by the answer, then again and again."""
+    length, bound, answer, spans = 535, 192, 120, ["0:18", "120:150", "470:490"]
+    probe = {"probe_first": 10, "probe": 14}
+    config = ahead(
+        *(method, BUDGET, AHEAD),
+        **{"max_whole": 384, "piece": PIECE, "window": 8, **probe},
+        decode_budget=bound,
+        decode_interval=INTERVAL,
+    )
+    pool = 1 + 384 // BLOCK
+    options = {**IN_CHUNKS, "max_model_len": 656}
+    with engine(
+        make(NAME, checkpoints_folder), additional_config=config, blocks=pool, **options
+    ) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        # seed 6 has two tokens at cake's cut whose scores differ by 5e-9, relatively
+        llm.submit("r", tokens(length, seed=8), answer, extra_args={"kv_protect": spans})
+        llm.drain()
+        llm.settle()
+        assert llm.free_blocks == free
+        assert not llm.compressor.pool.protected
+    replay = InPieces(method, SHAPES[NAME], seen, length, AHEAD, window=8, bound=bound)
+    replay.last, replay.inside = length + answer, 384 - PIECE - 32
+    replay.protected = protected(spans)
+    for position in range(length + answer - 1):
+        replay.step(position)
+    at = replay.packed_at.index(length + AHEAD)
+    assert at >= 3, "pieces"
+    assert len(replay.packed_at) >= at + 3, "intervals"
+    assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
+
+
+@first_runner
+@pytest.mark.parametrize("method", ["cake", "streamingllm", "chunkkv"])
+def test_an_answer_to_a_short_prompt_keeps_its_spans(method, checkpoints_folder):
+    """Nothing of the prompt was ever packed before."""
+    prompt, answer, spans = 45, 150, ["0:6", "20:31"]
+    config = settings(method, decode_budget=64, decode_interval=INTERVAL)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        seen = llm.record_attention()
+        llm.submit("r", tokens(prompt, seed=5), answer, extra_args={"kv_protect": spans})
+        llm.drain()
+    replay = Replay(method, SHAPES[NAME], seen)
+    replay.protected = protected(spans)
+    for position in range(prompt, prompt + answer - 1):
+        replay.step(position)
+    assert len(replay.packed_at) >= 3
+
+
+PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]
+# as many tokens of two requests are protected, and they are packed together
+ASKS = [["0:17"], ["5:22"], ["40:60", "400:403"], "none"]
+
+
+@first_runner
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("cake", {"decode_budget": 96, "decode_interval": 32}),
+        ("d2o", {"decode_budget": 96, "decode_interval": 32}),
+        ("cake-chunk", {"lookahead": AHEAD}),
+    ],
+)
+def test_an_answer_depends_on_its_own_spans(method, more, checkpoints_folder):
+    """Not on its neighbours, chunks, what the prefix cache has, or how often it is preempted."""
+    model = make(NAME, checkpoints_folder)
+    config = settings(method, 0.4, allow_override=method, **more)
+    asked = [{"kv_protect": spans} for spans in ASKS]
+    with engine(model, additional_config=config, enable_prefix_caching=False) as llm:
+        alone = [
+            llm.generate([prompt], 80, extra_args=ask)[0]
+            for prompt, ask in zip(PROMPTS, asked, strict=True)
+        ]
+        unprotected = [llm.generate([prompt], 80)[0] for prompt in PROMPTS]
+    assert alone[3] == unprotected[3]
+    assert alone[:3] != unprotected[:3]
+    for size in (64, 8192):
+        with engine(
+            model,
+            additional_config=config,
+            max_num_seqs=8,
+            max_model_len=1024,
+            max_num_batched_tokens=max(size, 1024) if method == "d2o" else size,
+        ) as llm:
+            free = llm.free_blocks
+            for order in (1, -1):
+                for at in range(4)[::order]:
+                    llm.submit(str(at), PROMPTS[at], 80, extra_args=asked[at])
+                got = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+                assert [got[str(at)] for at in range(4)] == alone
+            llm.settle()
+            assert llm.free_blocks == free
+            assert not llm.compressor.pool.protected
+
+
+@first_runner
+def test_choices_of_one_prompt_share_its_spans(checkpoints_folder):
+    model, config = make(NAME, checkpoints_folder), settings("cake", 0.4)
+    with engine(model, additional_config=config) as llm:
+        packed = llm.watch_packing(lambda done: done.todo.plan.spans)
+        (output,) = llm.outputs(
+            PROMPTS[1:2], 8, n=2, temperature=1, extra_args={"kv_protect": "0:17"}
+        )
+        assert len(output.outputs) == 2
+        assert packed == [((0, 17),)] * 2
+
+
+@first_runner
+def test_what_is_protected_counts_in_the_budget_or_raises_it(checkpoints_folder, watched):
+    """And where more than half of a prompt is, it is left whole, with its reason."""
+    model, prompt = make(NAME, checkpoints_folder), tokens(600, seed=3)
+    with engine(model, additional_config=settings("snapkv", 0.3, allow_override="all")) as llm:
+        packed = llm.watch_packing(lambda done: done.todo.plan)
+        held = []
+        for spans in ("none", "0:100", "0:300", "0:301"):
+            llm.submit("r", prompt, 8, extra_args={"kv_protect": spans})
+            while not llm.running():
+                llm.step()
+            while llm.running()[0].num_output_tokens < 4:
+                llm.step()
+            held.append(llm.manager.num_blocks_held(llm.running()[0].request_id))
+            llm.drain()
+    own, within, raised = packed
+    assert (within.pages, within.raised) == (own.pages, False)
+    # 300 and what of the window is not in the tail, to the page, and a page more
+    assert raised.raised
+    assert raised.pages == 4 * (-(-(300 + 32 - 600 % BLOCK) // BLOCK) + 1)
+    assert held[0] == held[1] < held[2] < held[3] == 19
+    assert watched("skipped") == {"protected": 1}
+    assert watched("raised_budgets") == {"": 1}
+    assert watched("protected_tokens") == {"": 400}

@@ -1,0 +1,79 @@
+"""Where protected tokens lie in what requests hold, whatever was dropped of them before.
+
+Every layer and head has them all, but in slots of its own: what was dropped between them differs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.engine.compression.mover import Held
+from vllm_kvcompress.engine.messages.step import Pack
+from vllm_kvcompress.engine.pages.pool import PagePool
+from vllm_kvcompress.engine.pages.remembered import Protected
+
+
+class ProtectedSlots:
+    """Knows the slots of protected tokens on one worker.
+
+    Those that were packed lie where that was noted. Of the later ones nothing was dropped, so that
+    they are counted from the end.
+
+    Args:
+        pool: notes them while requests run.
+        num_layers: layers on this worker, L.
+    """
+
+    def __init__(self, pool: PagePool, num_layers: int) -> None:
+        self._pool, self._num_layers = pool, num_layers
+
+    def before(self, todos: Sequence[Pack], held: Held, heads: int) -> torch.Tensor | None:
+        """``[N, Hkv, G]`` int32, ascending: those before the windows and tails of some rows.
+
+        Of a prompt of which nothing was dropped ``[1, 1, G]``; None where there are none.
+
+        Args:
+            todos: requests of which as many tokens are protected, with their rows in `held`.
+        """
+        if not todos[0].plan.guarded:
+            return None
+        return self._slots(todos, held, [todo.plan.settled for todo in todos], heads)
+
+    def every(self, todos: Sequence[Pack], held: Held, heads: int) -> torch.Tensor | None:
+        """``[N, Hkv, G]`` int32, ascending: all of them; None where there are none."""
+        if not todos[0].plan.spans:
+            return None
+        found = self._slots(todos, held, [todo.tokens for todo in todos], heads)
+        return found.expand(len(held.pages), heads, -1)
+
+    def note(self, todos: Sequence[Pack], places: torch.Tensor) -> None:
+        """Note where those before the windows and tails lie from now on, if it will be asked.
+
+        Args:
+            places: ``[N, Hkv, G]`` int32.
+        """
+        for todo, own in zip(todos, places.split(self._num_layers), strict=True):
+            if todo.ends and todo.settings.decode_budget is None:
+                self._pool.protected.pop(todo.request_id, None)
+            else:
+                self._pool.protected[todo.request_id] = Protected(todo.plan.settled, own)
+
+    def _slots(
+        self, todos: Sequence[Pack], held: Held, ends: Sequence[int], heads: int
+    ) -> torch.Tensor:
+        """Those among the first tokens of each request, so many as `ends` says."""
+        found, device = [], held.pages.device
+        for index, (todo, end) in enumerate(zip(todos, ends, strict=True)):
+            packed = self._pool.protected.get(todo.request_id)
+            first = 0 if packed is None else packed.settled
+            spans = ((max(start, first), min(stop, end)) for start, stop in todo.plan.spans)
+            late = [torch.arange(*span) for span in spans if span[0] < span[1]]
+            at = to_device(torch.cat([torch.arange(0), *late]), torch.int32, device)
+            if held.lengths is None:
+                return at[None, None]
+            lengths = held.lengths[index * self._num_layers :][: self._num_layers]
+            at = at - (todo.tokens + todo.plan.probe) + lengths[:, None]
+            own = at[:, None].expand(-1, heads, -1)
+            found.append(own if packed is None else torch.cat([packed.places, own], dim=2))
+        return torch.cat(found)
