@@ -4,6 +4,7 @@ import os
 import random
 import runpy
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,9 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
+# Else each of the many processes that tests start would compile our modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # whoever reaches a Ray's ports may run what he likes
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

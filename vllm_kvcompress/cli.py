@@ -91,7 +91,10 @@ def doctor(
         int | None, typer.Option(min=1, help="Length of the prompt; just long enough by itself.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="Text of the prompt, instead of one that is built in.")
+        Path | None,
+        typer.Option(
+            help="The prompt instead of one that is built in: a text, or the body of a chat."
+        ),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also draw what each layer kept, and where.")

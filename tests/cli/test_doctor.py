@@ -11,11 +11,13 @@ from vllm.v1.core.block_pool import BlockPool
 
 from broken_sites import WITHOUT_VLLM, broken, without
 from first_layers import LAYERS, first_layers
+from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.presets import RECOMMENDED
+from vllm_kvcompress.serving.text import english
 from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -48,9 +50,13 @@ def checks(done) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def explained(demo_model, tmp_path_factory, run_in):
-    folder = tmp_path_factory.mktemp("explained")
-    model = first_layers(tmp_path_factory.mktemp("model"), demo_model)
+def two_layers(demo_model, tmp_path_factory):
+    return first_layers(tmp_path_factory.mktemp("model"), demo_model)
+
+
+@pytest.fixture(scope="module")
+def explained(two_layers, tmp_path_factory, run_in):
+    folder, model = tmp_path_factory.mktemp("explained"), two_layers
     done = run_in(
         folder, "doctor", model, "--kv-budget", "0.2", "--tokens", "2000", "--explain",
         "--picture", "kept.png", "--json", "--", "--enforce-eager", "--max-model-len", "2304",
@@ -78,6 +84,34 @@ def plan_of(tokens: int, budget: float):
     plan = page_plan(settings.prompt(LAYERS, tokens), 128)
     assert plan is not None
     return plan
+
+
+def test_of_a_chat_it_tells_by_role(two_layers, tmp_path, run_in):
+    """What is protected stays, in every layer and head, and in the plan that it is held to."""
+    body = {
+        "messages": [
+            {"role": "system", "content": "Never say the word orange. " * 30},
+            {"role": "user", "content": english()[:6000]},
+            {"role": "assistant", "content": "I have read it. " * 10},
+            {"role": "user", "content": "What is it about?"},
+        ]
+    }
+    (tmp_path / "chat.json").write_text(json.dumps(body))
+    done = run_in(
+        tmp_path, "doctor", two_layers, "--kv-budget", "0.05", "--prompt-file", "chat.json",
+        "--kv-compress-config", '{"protect": "system"}', "--explain", "--json", "--",
+        "--enforce-eager", "--max-model-len", "2304", "--num-gpu-blocks-override", "33",
+        "--dtype", "float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    kept = KeptMap.from_json(json.loads(done.stdout)["kept"])
+    assert list(kept.parts) == ["system", "user", "assistant", "template"]
+    assert sum(tokens for tokens, _ in kept.parts.values()) == kept.prompt_tokens
+    shares = {name: share for name, (_, share) in kept.parts.items()}
+    assert shares["system"] == 1
+    assert shares["user"] < 0.3
+    assert kept.mean == pytest.approx(sum(tokens * share for tokens, share in kept.parts.values()))
+    assert f"system 100% of {kept.parts['system'][0]:,}, user" in kept.by_part
 
 
 def test_what_it_explains_is_exactly_what_was_planned(explained):

@@ -188,6 +188,36 @@ def test_messages_of_both_roles_that_instruct(renderer):
     assert "Be brief." in second
 
 
+def test_contents_may_be_plain_strings_in_a_list(renderer):
+    """vLLM takes them, joined by line breaks."""
+    messages = [{"role": "system", "content": [SYSTEM.strip(), "Be brief."]}, *chat(system=None)]
+    parts, ids = made(renderer, CHATML, messages)
+    (found,) = decoded(renderer, ids, parts.spans("system"))
+    assert SYSTEM.strip() in found
+    assert "Be brief." in found
+
+
+@pytest.mark.parametrize(
+    ("messages", "word", "why"),
+    [
+        ([*chat(), {"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}],
+         "question", "hold more than text"),
+        ([*[{"role": "system", "content": f"Rule {n}."} for n in range(33)], *chat(system=None)],
+         "system", "more than 32 messages"),
+        ([{**chat()[0], "tools": TOOLS}, *chat()[1:]], "tools", "some of them are in its messages"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_not_left_unprotected(messages, word, why, renderer):
+    from vllm.renderers.params import ChatParams
+
+    params = ChatParams(chat_template=TOOLS_FIRST, chat_template_kwargs={"tools": TOOLS})
+    tokenizing = renderer.default_chat_tok_params
+    _, (prompt,) = renderer.render_chat([chat()], params, tokenizing)
+    parts = ChatParts(renderer, messages, params, tokenizing, prompt)
+    with pytest.raises(PartError, match=why):
+        parts.spans(word)
+
+
 def test_of_a_long_question_both_ends(renderer):
     """A document in the last message competes, what is asked before and behind it does not."""
     question = "Summarise this:\n" + "The lamp is blue. " * 300 + "\nIn one line, please."
@@ -214,6 +244,8 @@ def test_an_answer_that_is_to_go_on(renderer):
          "changes other text with it"),
         (CHATML.replace("# Tools", "# Tools: {{ tools | length }}"), "tools",
          "in more than one place"),
+        (TOOLS_FIRST.replace("in tools", "in tools | sort(attribute='function.name')"), "tools",
+         "in another order"),
     ],
 )  # fmt: skip
 def test_a_template_that_writes_a_part_twice(template, word, why, renderer):

@@ -147,6 +147,54 @@ def test_an_answer_to_a_short_prompt_keeps_its_spans(method, checkpoints_folder)
     assert len(replay.packed_at) >= 3
 
 
+@first_runner
+@pytest.mark.parametrize(
+    ("more", "asked", "message"),
+    [
+        ({}, {"kv_protect": "0:200"}, "need a budget of 280 tokens .* may have 180"),
+        ({"allow_override": "all", "budget_bounds": "0.1:0.4"}, {"kv_protect": "0:290"},
+         "need a budget of 376 tokens .* may have 240"),
+        ({"decode_budget": 64, "decode_interval": 32}, {"kv_protect": "0:90"},
+         "need a decode budget of 128 tokens .* may have 64"),
+        ({"allow_override": "snapkv", "max_whole": 256, "piece": 96, "probe": 0},
+         {"kv_protect": "0:200"}, "every layer holds 160 between its pieces"),
+        # its end too, and not only what is held before
+        ({"max_whole": 512, "piece": 96, "probe": 0}, {"kv_protect": "0:200"},
+         "need a budget of 280 tokens .* may have 180"),
+        ({}, {"kv_protect": ",".join(f"{at}:{at + 1}" for at in range(0, 80, 2))},
+         "at most 32 spans that do not touch, got 40"),
+        ({}, {"kv_protect": "0:601"}, r"within the prompt's 600 tokens, got \[0, 601\]"),
+        ({}, {"kv_protect": "system"}, "since this request is no chat"),
+    ],
+)  # fmt: skip
+def test_what_may_not_be_protected_is_refused(more, asked, message, checkpoints_folder):
+    from vllm.exceptions import VLLMValidationError
+
+    config, prompt = settings("snapkv", 0.3, **more), tokens(600, seed=3)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        with pytest.raises(VLLMValidationError, match=message):
+            llm.generate([prompt], 8, extra_args=asked)
+        assert not llm.scheduler.requests
+        if "decode_budget" in more:
+            return
+        # one that is left whole anyway needs nothing
+        assert len(llm.generate([prompt[:100]], 8, extra_args={"kv_protect": "0:90"})[0]) == 8
+
+
+@first_runner
+def test_a_prompt_that_is_mostly_protected_is_never_packed(checkpoints_folder):
+    """Nor its answer, whatever bounds others."""
+    bounded = {"allow_override": "off,snapkv", "decode_budget": 512, "decode_interval": 32}
+    config = settings("snapkv", 0.3, **bounded)
+    prompt = tokens(600, seed=3)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        packed = llm.watch_repacking()
+        asked = {"kv_protect": "0:400", "kv_compress": "snapkv"}
+        whole = llm.generate([prompt], 60, extra_args=asked)
+        assert packed == []
+        assert whole == llm.generate([prompt], 60, extra_args={"kv_compress": "off"})
+
+
 PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]
 # as many tokens of two requests are protected, and they are packed together
 ASKS = [["0:17"], ["5:22"], ["40:60", "400:403"], "none"]

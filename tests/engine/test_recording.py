@@ -20,13 +20,14 @@ def packed(recorder, tokens, slots, **more):
 
 
 def test_a_whole_prompt_between_the_pieces_of_another_is_its_own():
-    recorder = _Recorder(buckets=8)
+    recorder = _Recorder(buckets=8, parts={"odd": ((1, 2), (3, 4))})
     packed(recorder, 16, [0, 5, 10, 15], whole=False, ends=False)
     packed(recorder, 8, [1, 3, 5, 7])
     # of the first one's pages slot 1 is position 5, and slots 4 to 7 are 16 to 19
     packed(recorder, 20, [1, 3, 4, 7], whole=False)
     whole, pieces = recorder.prompts
     assert whole["share"] == [[0, 1, 0, 1, 0, 1, 0, 1]]
+    assert (whole["parts"], pieces["parts"]) == ({"odd": 1}, {"odd": 0})
     kept = torch.zeros(20)
     kept[[5, 15, 16, 19]] = 1
     bucket = torch.arange(20) * 8 // 20

@@ -181,7 +181,9 @@ def requests(load: Load, seed: int):
             priority=rng.randint(0, 3),
             asks=rng.choice(load.asks),
         )
-        if rng.random() < 0.3 and length > 40 and load.free:
+        # a smaller decode budget than the server's may not hold it
+        bound = "kv_decode_budget" in (made.asks or {})
+        if rng.random() < 0.3 and length > 40 and load.free and not bound:
             protect = [[rng.randint(0, 9), 20], [length - 12, length - rng.randint(1, 6)]]
             made.asks = {**(made.asks or {}), "kv_protect": protect}
         yield made

@@ -151,6 +151,11 @@ def _in_pieces(
     pieces = pieces_of(settings, sizes.layers, sizes.block_size, load.prompt, load.spans)
     if pieces is None or not settings.enabled:
         return None
+    if pieces.protects_too_much:
+        raise ConfigError(
+            f"--protected {load.protected} is more than a prompt in pieces holds between them; give"
+            " a longer --kv-max-whole, or protect less"
+        )
     held, roomy = pieces.held_pages * sizes.block_size / sizes.layers, pieces.roomy
     helps = roomy < load.prompt and (blocks is None or -(-roomy // sizes.block_size) < blocks)
     return InPieces(held_tokens=held, roomy=roomy if helps else None)

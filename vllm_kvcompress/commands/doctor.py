@@ -105,6 +105,7 @@ def _report(request: Request, tell: Tell) -> Report:
             timeout_s=request.timeout_s,
         )
     spec = {
+        "chat": _chat(request, text),
         "arguments": _arguments(request, with_method(request.settings)),
         "text": text,
         "question": f"\n\n{QUESTION}",
@@ -146,6 +147,26 @@ def _text(request: Request) -> str:
         return request.prompt_file.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--prompt-file {request.prompt_file} is not readable ({e})") from None
+
+
+def _chat(request: Request, text: str) -> dict[str, Any] | None:
+    """The chat that the prompt's file has, as clients send it; None where it has a text."""
+    if request.prompt_file is None or not text.lstrip().startswith("{"):
+        return None
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    messages = body.get("messages")
+    roles = isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    )
+    if not messages or not roles or request.tokens is not None:
+        raise ConfigError(
+            f"--prompt-file {request.prompt_file} must have a text, or a chat's body with messages,"
+            " each with its role; a chat takes no --tokens"
+        )
+    return {"messages": messages, "tools": body.get("tools")}
 
 
 def _request_arguments(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Which tokens of one prompt each layer kept, coarse enough to draw."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -20,6 +20,8 @@ class KeptMap:
             that stays. Bucket b holds the positions ``p`` with ``p * buckets // prompt_tokens ==
             b``.
         numbers: the layers' places in the model; empty where all are compressed.
+        parts: of a chat, the tokens of each role's messages, of its tools and of the template, and
+            the share of these that stays, over all layers and KV heads.
     """
 
     model: str
@@ -30,6 +32,7 @@ class KeptMap:
     kept_tokens: Sequence[float]
     share: Sequence[Sequence[float]]
     numbers: Sequence[int] = ()
+    parts: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def names(self) -> Sequence[int]:
@@ -59,6 +62,12 @@ class KeptMap:
             f"{self.prompt_tokens:,} prompt tokens; a layer keeps {self.mean:,.0f} on average"
             f" ({part:.1%}), from {min(self.kept_tokens):,.0f} to {max(self.kept_tokens):,.0f}"
         )
+
+    @property
+    def by_part(self) -> str:
+        """How much of each part stayed, in one line; empty where the prompt is no chat."""
+        told = (f"{name} {share:.0%} of {n:,}" for name, (n, share) in self.parts.items())
+        return f"kept by part: {', '.join(told)} tokens" if self.parts else ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -105,7 +105,8 @@ def _add_heading(figure: Any, kept_map: KeptMap, image: Any, left: float) -> Non
         left, inches_from_top(0.36), f"Kept tokens: {kept_map.title}", size=13, weight="bold",
         color=_INK,
     )  # fmt: skip
-    figure.text(left, inches_from_top(0.62), kept_map.summary, size=9.5, color=_QUIET)
+    summary = "; ".join(filter(None, (kept_map.summary, kept_map.by_part)))
+    figure.text(left, inches_from_top(0.62), summary, size=9.5, color=_QUIET)
     scale = figure.add_axes((left, inches_from_top(1.04), 0.16, 0.1 / height))
     bar = figure.colorbar(image, cax=scale, orientation="horizontal", ticks=[0, 0.5, 1])
     bar.ax.set_xticklabels(["0 %", "50 %", "100 %"])

@@ -16,6 +16,8 @@ def show_kept(kept_map: KeptMap, console: Console) -> None:
     """Print a line per layer: a bar of how many tokens it keeps, and a strip of where."""
     console.print(kept_map.title, style="bold", highlight=False)
     console.print(kept_map.summary, highlight=False)
+    if kept_map.parts:
+        console.print(kept_map.by_part, highlight=False)
     width = max(len(f"{tokens:,.0f}") for tokens in kept_map.kept_tokens)
     end = f"{kept_map.prompt_tokens:,}"
     head = "kept".rjust(width)

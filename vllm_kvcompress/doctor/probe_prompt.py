@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
@@ -24,6 +25,7 @@ class Limits:
         layers: layers that share the page pool, L.
         block_size: tokens in a block.
         longest: tokens that a prompt and its answer may have together.
+        spans: what of the prompt is protected.
         asks: extra arguments by which the prompt's request asks for `settings`; none where it
             gets them anyway.
     """
@@ -33,6 +35,7 @@ class Limits:
     block_size: int
     longest: int
     asks: Mapping[str, Any] = field(default_factory=dict)
+    spans: Spans = ()
 
     @property
     def answer(self) -> int:
@@ -48,7 +51,7 @@ class Limits:
     def plan(self, tokens: int) -> PagePlan | None:
         """What becomes of a prompt of `tokens`, with what its look-ahead adds; None when it is left
         whole."""
-        plan = self.settings.page_plan(self.layers, tokens, self.block_size)
+        plan = self.settings.page_plan(self.layers, tokens, self.block_size, self.spans)
         if plan is None or not self.settings.resolved_lookahead:
             return plan
         lookahead = LookAhead(
@@ -58,6 +61,7 @@ class Limits:
             prompt=tokens,
             last=tokens + self.answer,
             prefilled=tokens,
+            spans=self.spans,
         )
         return lookahead.kept(self._nothing_packed(), lookahead.due)
 
@@ -113,6 +117,7 @@ class Limits:
             block_size=self.block_size,
             tokens=prompt,
             packs_end=False,
+            spans=self.spans,
         )
         for tokens in range(settings.piece, min(computed, prompt) + 1, settings.piece):
             plan = pieces.plan(holding, tokens)
@@ -132,7 +137,9 @@ class Limits:
             return holding, 0
         prompt = plan.tokens - self.settings.resolved_lookahead
         last = prompt + self.answer
-        answer = EveryInterval(settings=self.settings, prefilled=prompt, last=last)
+        answer = EveryInterval(
+            settings=self.settings, prefilled=prompt, last=last, spans=self.spans
+        )
         for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
             again = answer.plan(holding, blocks * self.block_size)
             if again is not None:

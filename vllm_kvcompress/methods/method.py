@@ -272,7 +272,7 @@ class Method:
             scores = torch.stack(_present(layer.scores for layer in layers))
             guarded = Guarded.of(plan.spans, plan.tokens - plan.window, scores.device)
             if guarded is not None:
-                scores = guarded.without(scores)[..., : guarded.others.shape[2]]
+                scores = guarded.without(scores)
             return LayerStats(scores=scores)
         if not self.allocator.reads:
             return None
@@ -319,10 +319,10 @@ class Method:
         if guarded is None:
             best = self.selector.protect(scores[..., :past], keep, after)
         else:
-            free = guarded.without(scores)[..., : guarded.others.shape[2]]
+            free = guarded.without(scores[..., :past])
             free = self.selector.protect(free, keep - guarded.own.shape[2], after)
             best = torch.full_like(scores[..., :past], torch.inf)
-            best[..., guarded.others[0, 0]] = free
+            best[..., guarded.others(past)[0, 0]] = free
         return pad(best, (0, after), value=torch.inf)
 
     def scores(self, rows: Sequence[Observed]) -> torch.Tensor:

@@ -14,58 +14,41 @@ from vllm_kvcompress.methods.base import Selector
 from vllm_kvcompress.methods.spans import Spans, count_before
 
 _LAST = torch.iinfo(torch.int32).max
+_TURNS = 8
+"""Parts that rows are chosen from in turns: each takes a few figures of every token beside its
+score, which together take no more than one score does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """The protected tokens of some rows, and the others, before the last ones that all are kept.
+    """The protected tokens of some rows, before the last ones that all are kept.
 
     Args:
         own: ``[N, Hkv, G]`` int32 slots, ascending; ``[1, 1, G]`` where they are the same in all
             rows and heads, as in a prompt of which nothing was dropped.
-        others: ``[N, Hkv, P - G]`` int64 slots of the other tokens, likewise, those of the last
-            ones behind them.
     """
 
     own: torch.Tensor
-    others: torch.Tensor
 
     @classmethod
     def of(cls, spans: Spans, end: int, device: torch.device) -> "Guarded | None":
         """Of the first `end` tokens of a whole prompt; None where none of them is protected."""
         if not count_before(spans, end):
             return None
-        is_own = torch.zeros(end, dtype=torch.bool)
-        for start, stop in spans:
-            is_own[start:stop] = True
-        position = torch.arange(end, dtype=torch.int32)
-        own, others = position[is_own], position[~is_own]
-        return cls(
-            own=to_device(own, torch.int32, device)[None, None],
-            others=to_device(others, torch.int64, device)[None, None],
-        )
+        parts = [torch.arange(start, min(stop, end)) for start, stop in spans if start < end]
+        return cls(own=to_device(torch.cat(parts), torch.int32, device)[None, None])
 
-    @classmethod
-    def of_slots(cls, own: torch.Tensor, width: int) -> "Guarded":
-        """Of rows that hold at most `width` tokens, where `own` ``[N, Hkv, G]`` are protected.
-
-        `own` may be ``[1, 1, G]``, as in `Guarded`.
-        """
+    def others(self, width: int) -> torch.Tensor:
+        """``[N, Hkv, width - G]`` int64, or ``[1, 1, ...]``: the other slots, ascending."""
+        own = self.own
         is_own = torch.zeros(*own.shape[:2], width, dtype=torch.bool, device=own.device)
         is_own.scatter_(2, own.long(), True)
-        others = is_own.sort(dim=2, stable=True).indices[..., : width - own.shape[2]]
-        return cls(own=own, others=others)
+        return is_own.sort(dim=2, stable=True).indices[..., : width - own.shape[2]]
 
     def without(self, scores: torch.Tensor) -> torch.Tensor:
-        """``[..., W]`` scores of the other tokens side by side, W a multiple of 16.
-
-        What lies behind them is not initialised.
-        """
-        count = self.others.shape[2]
-        found = scores.new_empty(*scores.shape[:-1], -(-count // 16) * 16)
-        others = self.others.expand(*scores.shape[:2], count)
-        found[..., :count] = scores.gather(2, others)
-        return found
+        """``[..., W - G]`` of scores ``[..., W]``: those of the other tokens side by side."""
+        others = self.others(scores.shape[2])
+        return scores.gather(2, others.expand(*scores.shape[:2], -1))
 
     def select(
         self,
@@ -83,12 +66,35 @@ class Guarded:
             past: how many these are, in every row or ``[L]``.
             keep: ``[L]`` of these tokens, at least as many as are protected.
         """
+        rows = scores.shape[0]
+        found = torch.empty(*scores.shape[:2], most, dtype=torch.int32, device=scores.device)
+        step = -(-rows // _TURNS)
+        for start in range(0, rows, step):
+            some = slice(start, start + step)
+            own = self if len(self.own) == 1 else Guarded(own=self.own[some])
+            held = past if isinstance(past, int) else past[some]
+            found[some] = own._select(selector, scores[some], held, keep[some], after, most)
+        return found
+
+    def _select(
+        self,
+        selector: Selector,
+        scores: torch.Tensor,
+        past: int | torch.Tensor,
+        keep: torch.Tensor,
+        after: int,
+        most: int,
+    ) -> torch.Tensor:
         shape, count = scores.shape[:2], self.own.shape[2]
-        free = self.without(scores)
+        others = self.others(scores.shape[2])
+        width = others.shape[2]
+        # a GPU loads four scores at once where rows are as wide
+        free = scores.new_empty(*shape, -(-width // 16) * 16)
+        free[..., :width] = scores.gather(2, others.expand(*shape, -1))
         chosen = selector.select(free, past - count, keep - count, after, max(most - count, 0))
-        if self.others.shape[2]:
-            others = self.others.expand(*shape, -1).gather(2, chosen.clamp(min=0).long())
-            at = others.int().where(chosen >= 0, _LAST)
+        if width:
+            at = others.expand(*shape, -1).gather(2, chosen.clamp(min=0).long()).int()
+            at = at.where(chosen >= 0, _LAST)
         else:
             at = torch.full_like(chosen, _LAST)
         both = torch.cat([at, self.own.expand(*shape, count)], dim=2).sort(dim=2).values

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from vllm_kvcompress.errors import ConfigError
 
+MOST_SPANS = 32
+"""Spans that a request may have protected: each is counted again in every plan."""
+
 Spans = tuple[tuple[int, int], ...]
 """First token of each span and the one behind its last, in ascending order; none touch."""
 
@@ -44,9 +47,20 @@ def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:
     return tuple(joined)
 
 
+def clipped(spans: Spans, first: int, end: int) -> Spans:
+    """What of some spans lies from token `first` on and before `end`."""
+    inside = ((max(start, first), min(stop, end)) for start, stop in spans)
+    return tuple((start, stop) for start, stop in inside if start < stop)
+
+
 def count_before(spans: Spans, end: int) -> int:
     """Protected tokens among the first `end`."""
     return sum(max(min(stop, end) - start, 0) for start, stop in spans)
+
+
+def token_count(spans: Spans) -> int:
+    """Tokens of some spans."""
+    return sum(stop - start for start, stop in spans)
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan, pages_kept
+from vllm_kvcompress.methods.spans import MOST_SPANS
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
@@ -12,6 +13,7 @@ from vllm_kvcompress.settings.method_of import (
     lookahead_window,
     merges,
     method_of,
+    packs_again,
     probe_tokens,
     ring_window,
 )
@@ -193,6 +195,9 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     if not any(Reads.COLUMN_SUMS in reads for reads in every_read):
         sums = 0
     own = scores + maps + queries + sums + _staged(sizes, settings, longest, blocks)
+    if packs_again(settings):
+        # where protected spans lie in what was packed
+        own += sizes.max_requests * layers * sizes.kv_heads * MOST_SPANS * _INT
     return table_bytes(sizes, settings, blocks) + own + ring_bytes(sizes, settings)
 
 
@@ -269,12 +274,19 @@ def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int
         largest = max(largest, staged * sizes.kv_heads + merged if variant.parts.merge else staged)
     if settings.decode_budget is not None:
         one = sizes.layers * max(-(-settings.decode_budget // block), 1)
+        if settings.protect:
+            one = max(one, _protecting(sizes, max(map(lookahead_window, settings.variants))))
         together = sizes.layers * longest // (_STAGED_SHARE * block)
         staged = max(one, together) * head_page
         if any(merges(variant) for variant in settings.variants):
             staged = staged * sizes.kv_heads + merged
         largest = max(largest, staged)
     return largest
+
+
+def _protecting(sizes: Sizes, window: int) -> int:
+    """Pages that a budget is raised to at most: half of a prompt, the window, and a page more."""
+    return sizes.layers * ((sizes.longest // 2 + window) // sizes.block_size + 2)
 
 
 def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
@@ -304,9 +316,7 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
     if settings.protect and not piecewise:
-        # a budget is raised to what is protected: at most half of a prompt, and a page more
-        least = sizes.longest // 2 + lookahead_window(variant)
-        page_counts.append(min(sizes.layers * (least // sizes.block_size + 2) + ahead, every))
+        page_counts.append(min(_protecting(sizes, lookahead_window(variant)) + ahead, every))
     if settings.max_whole is not None and piecewise:
         # a prompt without tokens has no probe
         held = (settings.max_whole - settings.piece) // sizes.block_size

@@ -224,12 +224,13 @@ class EveryInterval:
         """
         size, settings, layers = holding.block_size, self.settings, holding.num_layers
         blocks, rest = divmod(tokens, size)
-        window, cap = settings.resolved_decode_window, self.cap(holding)
+        window = settings.resolved_decode_window
         if rest or (blocks - holding.first_block) * size < settings.decode_interval:
             return None
         # The step's own token is the next after `tokens`: another step must read what is packed.
         if tokens - self.prefilled < window or tokens + 1 >= self.last:
             return None
+        cap = self.cap(holding)
         if holding.pages_at(blocks) <= cap:
             return None
         return PagePlan(

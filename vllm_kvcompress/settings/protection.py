@@ -16,6 +16,8 @@ PROTECT = "kv_protect"
 SYSTEM, TOOLS, QUESTION = "system", "tools", "question"
 WORDS = (SYSTEM, TOOLS, QUESTION)
 NONE = "none"
+_DIGITS = 12
+"""Of a token's number, at most."""
 _RULE = (
     f"must be some of {', '.join(WORDS)} separated by commas, spans of tokens such as 0:200, or"
     f" {NONE}"
@@ -37,8 +39,8 @@ class ProtectSettings(BaseModel):
         words, spans = parse_protect("protect", value)
         if spans:
             raise ConfigError(
-                f"protect must be some of {', '.join(WORDS)}, or {NONE}, got {value!r}; only a"
-                f" request knows its tokens, and names them in {PROTECT}"
+                f"protect must be some of {', '.join(WORDS)}, or {NONE}, got {_short(value)}; only"
+                f" a request knows its tokens, and names them in {PROTECT}"
             )
         return words
 
@@ -70,7 +72,7 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
     """
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
-        raise ConfigError(f"{key} {_RULE}, got {value!r}")
+        raise ConfigError(f"{key} {_RULE}, got {_short(value)}")
     words, spans = set[str](), list[tuple[int, int]]()
     for item in items:
         text = item.strip() if isinstance(item, str) else ""
@@ -82,10 +84,16 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
             near = closest(text, dict.fromkeys((*WORDS, NONE)))
             raise ConfigError(f"{key} {_RULE}; {text[:40]!r} is unknown{near}")
         else:
-            raise ConfigError(f"{key} {_RULE}, got {item!r}")
+            raise ConfigError(f"{key} {_RULE}, got {_short(item)}")
     if NONE in words and (len(words) > 1 or spans):
-        raise ConfigError(f"{key} {_RULE}; {NONE} stands alone, got {value!r}")
+        raise ConfigError(f"{key} {_RULE}; {NONE} stands alone, got {_short(value)}")
     return tuple(word for word in WORDS if word in words), tuple(spans)
+
+
+def _short(value: Any) -> str:
+    """What was given, as far as a sentence has room for it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _span(item: Any) -> tuple[int, int] | None:
@@ -94,6 +102,8 @@ def _span(item: Any) -> tuple[int, int] | None:
         first, colon, last = item.partition(":")
         both = first.strip(), last.strip()
         if not colon or not all(part.isascii() and part.isdigit() for part in both):
+            return None
+        if max(map(len, both)) > _DIGITS:
             return None
         return int(both[0]), int(both[1])
     if isinstance(item, list | tuple) and len(item) == 2 and all(type(at) is int for at in item):

@@ -22,7 +22,7 @@ from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages
 from vllm_kvcompress.methods.method import Method, Observed
-from vllm_kvcompress.methods.protected import Guarded, places_among
+from vllm_kvcompress.methods.protected import Guarded
 from vllm_kvcompress.methods.rows import Rows
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.memory import answers_at_once, layers_at_once
@@ -170,7 +170,7 @@ class Packer:
         counts, scores = torch.cat(every_count), method.scores(observed)
         del observed
         protected = self.protected.before(todos, held, heads=scores.shape[1])
-        guarded = None if protected is None else Guarded.of_slots(protected, scores.shape[2])
+        guarded = None if protected is None else Guarded(own=protected)
         kept = kept_slots(
             *(scores, held.tokens, counts),
             window=plan.window,
@@ -182,7 +182,7 @@ class Packer:
         )
         del scores
         if guarded is not None:
-            self.protected.note(todos, places_among(kept, guarded.own))
+            self.protected.note(todos, kept, guarded.own)
         move = Move(
             held=held,
             kept=kept,

@@ -1,6 +1,7 @@
 """Where protected tokens lie in what requests hold, whatever was dropped of them before.
 
 Every layer and head has them all, but in slots of its own: what was dropped between them differs.
+Within a span nothing is dropped, so that the slot of its first token says where all of it lies.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from vllm_kvcompress.engine.compression.mover import Held
 from vllm_kvcompress.engine.messages.step import Pack
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.remembered import Protected
+from vllm_kvcompress.methods.protected import places_among
+from vllm_kvcompress.methods.spans import Spans, clipped
 
 
 class ProtectedSlots:
@@ -47,17 +50,24 @@ class ProtectedSlots:
         found = self._slots(todos, held, [todo.tokens for todo in todos], heads)
         return found.expand(len(held.pages), heads, -1)
 
-    def note(self, todos: Sequence[Pack], places: torch.Tensor) -> None:
+    def note(self, todos: Sequence[Pack], kept: torch.Tensor, own: torch.Tensor) -> None:
         """Note where those before the windows and tails lie from now on, if it will be asked.
 
         Args:
-            places: ``[N, Hkv, G]`` int32.
+            kept: ``[N, Hkv, n]`` int32 slots that the rows keep, ascending; -1 behind the last.
+            own: `before`.
         """
-        for todo, own in zip(todos, places.split(self._num_layers), strict=True):
+        count = self._num_layers
+        for index, (todo, rows) in enumerate(zip(todos, kept.split(count), strict=True)):
             if todo.ends and todo.settings.decode_budget is None:
                 self._pool.protected.pop(todo.request_id, None)
-            else:
-                self._pool.protected[todo.request_id] = Protected(todo.plan.settled, own)
+                continue
+            spans = clipped(todo.plan.spans, 0, todo.plan.settled)
+            lengths = torch.tensor([0, *(stop - start for start, stop in spans[:-1])])
+            first = to_device(lengths.cumsum(0), torch.int64, kept.device)
+            mine = own if len(own) == 1 else own[index * count :][:count]
+            starts = places_among(rows, mine.index_select(2, first))
+            self._pool.protected[todo.request_id] = Protected(todo.plan.settled, spans, starts)
 
     def _slots(
         self, todos: Sequence[Pack], held: Held, ends: Sequence[int], heads: int
@@ -67,13 +77,25 @@ class ProtectedSlots:
         for index, (todo, end) in enumerate(zip(todos, ends, strict=True)):
             packed = self._pool.protected.get(todo.request_id)
             first = 0 if packed is None else packed.settled
-            spans = ((max(start, first), min(stop, end)) for start, stop in todo.plan.spans)
-            late = [torch.arange(*span) for span in spans if span[0] < span[1]]
-            at = to_device(torch.cat([torch.arange(0), *late]), torch.int32, device)
+            late = to_device(_positions(clipped(todo.plan.spans, first, end)), torch.int32, device)
             if held.lengths is None:
-                return at[None, None]
+                return late[None, None]
             lengths = held.lengths[index * self._num_layers :][: self._num_layers]
-            at = at - (todo.tokens + todo.plan.probe) + lengths[:, None]
-            own = at[:, None].expand(-1, heads, -1)
-            found.append(own if packed is None else torch.cat([packed.places, own], dim=2))
+            late = late - (todo.tokens + todo.plan.probe) + lengths[:, None]
+            own = late[:, None].expand(-1, heads, -1)
+            found.append(own if packed is None else torch.cat([_packed(packed), own], dim=2))
         return torch.cat(found)
+
+
+def _positions(spans: Spans) -> torch.Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+
+
+def _packed(packed: Protected) -> torch.Tensor:
+    """``[L, Hkv, G]`` int32: the slots of what was packed."""
+    counts = torch.tensor([stop - start for start, stop in packed.spans])
+    which = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+    device = packed.starts.device
+    starts = packed.starts.index_select(2, to_device(which, torch.int64, device))
+    return starts + to_device(within, torch.int32, device)

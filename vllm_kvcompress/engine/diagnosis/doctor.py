@@ -25,8 +25,8 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
     Args:
         spec: `arguments` of vLLM's command line, with ``--model`` unless nothing is to be started;
             `text` for the prompt, its length in `tokens` (None: long enough, and `at_least` that;
-            ``exact``: the text as it is, else cut or repeated, and `question` behind it), and
-            `buckets` of the map, or None.
+            ``exact``: the text as it is, else cut or repeated, and `question` behind it), or in its
+            place a `chat`, with `messages` and perhaps `tools`; and `buckets` of the map, or None.
     """
     try:
         require(tell, _checked("versions", _versions))

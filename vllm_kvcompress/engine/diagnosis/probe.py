@@ -1,6 +1,6 @@
 """One prompt through a real engine in this process, with its blocks counted at every step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.doctor.checks import Check
 from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.doctor.probe_prompt import Limits
+from vllm_kvcompress.engine.diagnosis.asked import Asked
 from vllm_kvcompress.engine.diagnosis.recording import record, recorded, repacked
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.spans import Spans, token_count
 
 
 @dataclass(slots=True)
@@ -37,8 +39,8 @@ class Outcome:
     repacked: list[int] = field(default_factory=list)
 
 
-def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: int) -> Outcome:
-    """Answer `prompt` alone, and watch vLLM's own pool of blocks meanwhile.
+def run(engine: LLMEngine, asked: Asked, limits: Limits, *, buckets: int) -> Outcome:
+    """Answer one prompt alone, and watch vLLM's own pool of blocks meanwhile.
 
     Args:
         engine: its core runs in this process.
@@ -48,11 +50,11 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
     scheduler, executor = core.scheduler, core.model_executor
     pool = scheduler.kv_cache_manager.block_pool
     before = executor.collective_rpc(_packed)
-    executor.collective_rpc(record, args=(buckets,))
+    executor.collective_rpc(record, args=(buckets, dict(asked.parts)))
     outcome = Outcome(free_before=pool.get_num_free_blocks())
     engine.add_request(
         "kvcompress-doctor",
-        {"prompt_token_ids": list(prompt)},
+        asked.prompt,
         SamplingParams(
             temperature=0,
             max_tokens=limits.answer,
@@ -64,7 +66,7 @@ def run(engine: LLMEngine, prompt: Sequence[int], limits: Limits, *, buckets: in
         done = engine.step()
         outcome.answered = max([outcome.answered, *(len(o.outputs[0].token_ids) for o in done)])
         for request in scheduler.running:
-            if request.num_computed_tokens >= len(prompt):
+            if request.num_computed_tokens >= len(asked.ids):
                 blocks = outcome.free_before - pool.get_num_free_blocks()
                 blocks -= scheduler.coordination.windowed_blocks_held(request.request_id)
                 outcome.blocks_held.append((request.num_computed_tokens, blocks))
@@ -168,12 +170,14 @@ def kept_map(
     limits: Limits,
     model: str,
     *,
+    parts: Mapping[str, Spans] | None = None,
     numbers: Sequence[int] = (),
     stages: int = 1,
 ) -> KeptMap | None:
     """Where the kept tokens lie, over the heads of all ranks; None when nothing was packed.
 
     Args:
+        parts: spans of the prompt that were counted for themselves, by name.
         numbers: the layers' places in the model; empty where all are compressed.
         stages: of the pipeline, which the ranks come in the order of.
     """
@@ -201,4 +205,13 @@ def kept_map(
         kept_tokens=[tokens for stage in kept for tokens in stage],
         share=share,
         numbers=tuple(numbers),
+        parts={
+            name: (token_count(spans), _mean(rank["parts"][name] for rank in ranks))
+            for name, spans in (parts or {}).items()
+        },
     )
+
+
+def _mean(shares: Iterable[float]) -> float:
+    every = list(shares)
+    return sum(every) / len(every)

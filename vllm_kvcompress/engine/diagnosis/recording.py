@@ -4,12 +4,14 @@
 Nothing is computed again: the positions are those that are handed to the kernels.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from vllm_kvcompress.engine.messages.step import Pack
+from vllm_kvcompress.methods.spans import Spans
 
 _RECORDER = "_kvcompress_recorder"
 
@@ -19,12 +21,13 @@ class _Recorder:
 
     Args:
         buckets: parts of a prompt, at most, that its positions are counted in.
+        parts: spans of the prompt that are counted for themselves, by name.
     """
 
-    def __init__(self, buckets: int) -> None:
+    def __init__(self, buckets: int, parts: Mapping[str, Spans]) -> None:
         self.prompts: list[dict[str, Any]] = []
         self.answers = 0
-        self._buckets = buckets
+        self._buckets, self._parts = buckets, parts
         # Of a prompt in pieces the positions ``[Hkv, n]`` that each layer holds, up to `_computed`.
         self._held: list[torch.Tensor] = []
         self._computed = 0
@@ -36,7 +39,7 @@ class _Recorder:
             return
         size, heads = todo.plan.block_size, kept.shape[1]
         if todo.whole:
-            self.prompts.append(_counted(todo, counts, kept, self._buckets))
+            self.prompts.append(_counted(todo, counts, kept, self._buckets, self._parts))
             return
         since = torch.arange(self._computed, todo.tokens).expand(heads, -1)
         held = self._held or [since[:, :0]] * len(kept)
@@ -47,20 +50,21 @@ class _Recorder:
         self._computed = todo.tokens // size * size
         if todo.ends:
             rows = [pad(own, (0, max(ends) - own.shape[1]), value=-1) for own in self._held]
-            self.prompts.append(_counted(todo, counts, torch.stack(rows), self._buckets))
+            every = torch.stack(rows)
+            self.prompts.append(_counted(todo, counts, every, self._buckets, self._parts))
             self._held, self._computed = [], 0
 
 
-def record(wrapper: Any, buckets: int) -> None:
+def record(wrapper: Any, buckets: int, parts: Mapping[str, Spans]) -> None:
     """From now on, note what this worker packs.
 
     Args:
         wrapper: vLLM's wrapper of the worker.
-        buckets: as in `_Recorder`.
+        buckets, parts: as in `_Recorder`.
     """
     compressor = wrapper.worker.compressor
     if compressor is not None:
-        recorder = _Recorder(buckets)
+        recorder = _Recorder(buckets, parts)
         setattr(compressor, _RECORDER, recorder)
         compressor.packer.observers.append(recorder.packed)
 
@@ -77,7 +81,13 @@ def repacked(wrapper: Any) -> int:
     return 0 if compressor is None else int(getattr(compressor, _RECORDER).answers)
 
 
-def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) -> dict[str, Any]:
+def _counted(
+    todo: Pack,
+    pages: torch.Tensor,
+    kept: torch.Tensor,
+    buckets: int,
+    parts: Mapping[str, Spans],
+) -> dict[str, Any]:
     """The positions of one prompt, counted; those of its answer, after a look-ahead, are not.
 
     Args:
@@ -86,8 +96,8 @@ def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) 
             stays in any case.
 
     Returns:
-        `pages` over all layers, `kv_heads`, `kept_tokens` of each layer, and `share` as in
-        `KeptMap`.
+        `pages` over all layers, `kv_heads`, `kept_tokens` of each layer, `share` as in `KeptMap`,
+        and of each of the `parts` the share that stays.
     """
     layers, heads, _ = kept.shape
     prompt = todo.prompt_tokens
@@ -106,4 +116,11 @@ def _counted(todo: Pack, pages: torch.Tensor, kept: torch.Tensor, buckets: int) 
         "kv_heads": heads,
         "kept_tokens": (stays.sum((1, 2)) / heads).tolist(),
         "share": share.tolist(),
+        "parts": {name: _share(stays, spans) for name, spans in parts.items()},
     }
+
+
+def _share(stays: torch.Tensor, spans: Spans) -> float:
+    """Of the pairs of a KV head and a position in some spans, the part that stays."""
+    own = torch.cat([stays[..., start:stop] for start, stop in spans], dim=-1)
+    return float(own.float().mean())

@@ -5,7 +5,6 @@ import platform
 import time
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -14,6 +13,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.doctor.checks import Check, Failed, Tell, require
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.diagnosis import probe
+from vllm_kvcompress.engine.diagnosis.asked import asked_of
 from vllm_kvcompress.engine.diagnosis.installation import parser, sentence
 from vllm_kvcompress.engine.layers import groups_of, layers_together, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
@@ -56,10 +56,11 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         require(tell, runner(engine, config))
         # vLLM may have chosen it while it started
         limits = dataclasses.replace(limits, block_size=config.cache_config.block_size)
-        prompt = prompt_of(engine, config, limits, spec)
-        plan = _plan(limits, len(prompt))
+        asked = asked_of(engine, config, limits, spec)
+        limits = dataclasses.replace(limits, spans=asked.protected)
+        plan = _plan(limits, len(asked.ids))
         try:
-            outcome = probe.run(engine, prompt, limits, buckets=spec["buckets"] or 1)
+            outcome = probe.run(engine, asked, limits, buckets=spec["buckets"] or 1)
         except Exception as e:
             tell(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
             return None
@@ -70,7 +71,9 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         own, stages = groups_of(config), len(stages_of(config))
         numbers = own.full if own.windowed else ()
         name = str(config.model_config.model)
-        kept_map = probe.kept_map(outcome, plan, limits, name, numbers=numbers, stages=stages)
+        kept_map = probe.kept_map(
+            *(outcome, plan, limits, name), parts=asked.parts, numbers=numbers, stages=stages
+        )
         return None if kept_map is None else kept_map.to_json()
     finally:
         engine.engine_core.shutdown()
@@ -161,39 +164,3 @@ def _classes(wrapper: Any) -> tuple[str, bool, str, list[str]]:
     backends = sorted({group.backend.get_name() for group in groups})
     compresses = getattr(worker, "compressor", None) is not None
     return type(worker).__name__, compresses, f"Model Runner {version}", backends
-
-
-def prompt_of(
-    engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]
-) -> list[int]:
-    """The prompt's token ids.
-
-    Raises:
-        ConfigError: the model has no tokenizer for the text, or the text is too long.
-    """
-    tokenizer = engine.tokenizer
-    text, length = spec["text"], spec["tokens"]
-    if spec["exact"] and tokenizer is None:
-        raise ConfigError("the model has no tokenizer for the prompt's text; remove --prompt-file")
-    if spec["exact"] and tokenizer is not None:
-        ids = list(tokenizer.encode(text))
-        ids = ids if length is None else ids[:length]
-        if len(ids) + limits.answer > limits.longest:
-            raise ConfigError(
-                f"the prompt has {len(ids)} tokens, at most {limits.longest - limits.answer} fit;"
-                " pass --tokens, or a larger --max-model-len after --"
-            )
-        return ids
-    if length is None:
-        at_most = limits.longest - limits.answer - limits.block_size
-        length = limits.shortest(min(spec["at_least"], at_most))
-    if tokenizer is None:
-        high = config.model_config.get_vocab_size()
-        picked = torch.randint(high, (length,), generator=torch.Generator().manual_seed(0))
-        return [int(token) for token in picked]
-    question: list[int] = list(tokenizer.encode(spec["question"], add_special_tokens=False))
-    filler: list[int] = list(tokenizer.encode(text[: 12 * length]))
-    room = int(length) - len(question)
-    if room < 1:
-        return question[:length]
-    return (filler * (room // len(filler) + 1))[:room] + question

@@ -110,7 +110,7 @@ def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> Spans:
     config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
     check(processor, extra_args)
     with _refusing():
-        spans = protected_spans(config, policy.settings, extra_args, prompt)
+        spans = protected_spans(config, policy.settings, params, prompt)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     tokens = None if ids is None else len(ids)
     check_room(config, policy.settings, extra_args, tokens, spans)
@@ -170,7 +170,9 @@ def _checking(answer: Any, *, chat: bool) -> Any:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
         check(processor, request.vllm_xargs)
-        wanted.set(_words(processor, request.vllm_xargs) if chat else None)
+        # beam search makes other prompts of it, of one token each, which are left whole
+        renders = chat and not getattr(request, "use_beam_search", False)
+        wanted.set(_words(processor, request.vllm_xargs) if renders else None)
         return await answer(self, request, *args, **kwargs)
 
     return answering

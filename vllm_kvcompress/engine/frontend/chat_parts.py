@@ -7,7 +7,9 @@ time that its tokens take; the tokens are made once, with the places of their le
 """
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -22,9 +24,12 @@ _INSTALLED = "_kvcompress_chat_parts"
 _KEY = "kvcompress_chat"
 _STAND_IN = "kvcompress0stands0here"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
+_MOST_MESSAGES = 32
+"""Messages of a part, at most: the chat is rendered once more for each."""
 _ENDS = 256
 """Tokens at either end of a question that are protected."""
 
+_Span = tuple[int, int]
 Text = str | list[int]
 """What a template makes of a chat: text, or tokens where the renderer has its own tokenizer."""
 
@@ -61,72 +66,99 @@ class ChatParts:
     tokenizing: Any
     prompt: Mapping[str, Any]
     _found: dict[str, Spans | PartError] = field(default_factory=dict)
-    _offsets: list[tuple[int, int]] | None = None
+    _letters: "_Letters | None" = None
 
     def spans(self, word: str) -> Spans:
-        """The tokens of a part; none where the chat has no such part.
+        """The tokens of a part, or of a role's messages; none where the chat has no such part.
 
         Raises:
             PartError: it cannot be told which they are.
         """
+        if word not in self._found and self.renderer is None:
+            raise PartError("this endpoint does not look for it")
         if word not in self._found:
-            variants = self._variants(word)
-            made = [self.renderer.render_messages(*variant)[1] for variant in variants]
-            self._take(word, made)
-        return self._told(word)
+            with self._noting(word) as found:
+                for variant in self._variants(word):
+                    made = self.renderer.render_messages(*variant)[1]
+                    found.append(self._span(word, variant, made))
+        spans = self._found[word]
+        if isinstance(spans, PartError):
+            raise spans
+        return spans
 
     async def find(self, words: Iterable[str]) -> None:
-        """Find some parts, where other requests go on meanwhile."""
+        """Find some parts for good, where other requests go on meanwhile.
+
+        What that took is forgotten: this lives as long as the request.
+        """
         for word in words:
-            made = []
-            for variant in self._variants(word):
-                made.append((await self.renderer.render_messages_async(*variant))[1])
-            self._take(word, made)
+            with self._noting(word) as found:
+                for variant in self._variants(word):
+                    made = (await self.renderer.render_messages_async(*variant))[1]
+                    found.append(self._span(word, variant, made))
+        self.renderer = self.params = self.tokenizing = self._letters = None
+        self.messages, self.prompt = [], {}
 
-    def _told(self, word: str) -> Spans:
-        found = self._found[word]
-        if isinstance(found, PartError):
-            raise found
-        return found
-
-    def _take(self, word: str, made: Sequence[Mapping[str, Any]]) -> None:
+    @contextmanager
+    def _noting(self, word: str) -> Iterator[list[_Span | None]]:
+        """Note the spans that were found, or why none could be."""
+        found: list[_Span | None] = []
         try:
-            self._found[word] = self._spans(word, made)
+            yield found
         except PartError as e:
             self._found[word] = e
+            return
+        except Exception as e:
+            # Anything may go wrong in a template.
+            self._found[word] = PartError(f"the chat template takes no other there ({e})"[:200])
+            return
+        spans = [span for span in found if span is not None]
+        if word == TOOLS and spans:
+            # behind one more in front of them, and before one more behind them
+            start, stop = spans[0][0], spans[-1][1]
+            spans = [(start, stop)] if start < stop else []
+        if word == QUESTION:
+            spans = [end for span in spans for end in _ends(*span)]
+        self._found[word] = joined(spans)
 
     # -- what is rendered beside the chat itself ------------------------------------------------
 
-    def _variants(self, word: str) -> list[_Variant]:
+    def _variants(self, word: str) -> Iterator[_Variant]:
         if word == TOOLS:
-            kwargs = self.params.chat_template_kwargs
-            if not (tools := kwargs.get("tools")):
-                return []
-            other = {"name": _STAND_IN, "description": _STAND_IN, "parameters": _NO_PARAMETERS}
-            one = [{"type": "function", "function": other}]
-            both = [*one, *tools], [*tools, *one]
-            every = [
-                replace(self.params, chat_template_kwargs={**kwargs, "tools": t}) for t in both
-            ]
-            return [_Variant(self.messages, params) for params in every]
-        return [
-            _Variant(
-                [*self.messages[:at], self._stand_in(at), *self.messages[at + 1 :]], self.params
-            )
-            for at in self._messages_of(word)
-        ]
+            yield from self._with_one_more_tool()
+            return
+        places = self._messages_of(word)
+        if len(places) > _MOST_MESSAGES:
+            raise PartError(f"it has more than {_MOST_MESSAGES} messages")
+        for at in places:
+            before, behind = self.messages[:at], self.messages[at + 1 :]
+            yield _Variant([*before, self._stand_in(at), *behind], self.params)
+
+    def _with_one_more_tool(self) -> Iterator[_Variant]:
+        if any(isinstance(message, Mapping) and message.get("tools") for message in self.messages):
+            raise PartError("some of them are in its messages")
+        kwargs = self.params.chat_template_kwargs
+        if not (tools := kwargs.get("tools")):
+            return
+        other = {"name": _STAND_IN, "description": _STAND_IN, "parameters": _NO_PARAMETERS}
+        one = [{"type": "function", "function": other}]
+        for more in ([*one, *tools], [*tools, *one]):
+            own = {**kwargs, "tools": more}
+            yield _Variant(self.messages, replace(self.params, chat_template_kwargs=own))
 
     def _messages_of(self, word: str) -> list[int]:
-        """The places of a part's messages that have a text."""
-        roles = {SYSTEM: ("system", "developer"), QUESTION: ("user",)}[word]
+        """The places of a part's messages that have a text; a role's, where it is no part."""
+        parts = {SYSTEM: ("system", "developer"), QUESTION: ("user",)}
+        roles = parts.get(word, (word,))
         found = [
             at
             for at, message in enumerate(self.messages)
-            if isinstance(message, Mapping)
-            and message.get("role") in roles
-            and _text_of(message).strip()
+            if isinstance(message, Mapping) and message.get("role") in roles
         ]
-        return found[-1:] if word == QUESTION else found
+        found = found[-1:] if word == QUESTION else found
+        if any(_has_more_than_text(self.messages[at]) for at in found):
+            raise PartError("its messages hold more than text")
+        return [at for at in found if _text_of(self.messages[at]).strip()]
 
     def _stand_in(self, at: int) -> dict[str, Any]:
         """A message with another text, which begins and ends with other letters."""
@@ -137,45 +169,70 @@ class ChatParts:
 
     # -- where the part is ----------------------------------------------------------------------
 
-    def _spans(self, word: str, made: Sequence[Mapping[str, Any]]) -> Spans:
-        if not made:
-            return ()
+    def _span(self, word: str, variant: _Variant, made: Mapping[str, Any]) -> _Span | None:
+        """The tokens that a variant tells of; None where the template leaves the part out."""
         if self.prompt.get("type") != "token" or any(map(_has_more_than_text, self.messages)):
             raise PartError("its messages hold more than text")
         if self.tokenizing.truncate_prompt_tokens is not None:
             raise PartError("truncate_prompt_tokens may have cut it")
-        own = self.prompt.get("prompt")
-        whole: Text = self.prompt["prompt_token_ids"] if own is None else own
-        others: list[Text] = [
-            each["prompt_token_ids"] if own is None else each["prompt"] for each in made
-        ]
-        if word == TOOLS:
-            found = [_between_tools(whole, *others)]
+        # tokens where the renderer has its own tokenizer, whatever text they were put back into
+        kind = "prompt" if "prompt" in made else "prompt_token_ids"
+        whole: Text = self.prompt[kind]
+        other: Text = made[kind]
+        if word != TOOLS:
+            found = _instead_of(whole, other)
         else:
-            found = [_instead_of(whole, other) for other in others]
-        spans = [self._tokens(*each) for each in found if each is not None]
-        if word == QUESTION:
-            spans = [end for span in spans for end in _ends(*span)]
-        return joined(spans)
+            names = _names_of(variant)
+            front = names[0] == _STAND_IN
+            found = _beside_tool(whole, other, names[1:] if front else names[:-1], front=front)
+        if found is None or isinstance(whole, list):
+            return found
+        if self._letters is None:
+            self._letters = _Letters.of(self.prompt, self.renderer, self.tokenizing)
+        return self._letters.tokens(*found)
 
-    def _tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens that have any of these letters, or are these."""
-        if self.prompt.get("prompt") is None:
-            return start, stop
-        if self._offsets is None:
-            self._offsets = self.prompt.get("prompt_token_offsets") or self._places()
-        own = [at for at, (a, b) in enumerate(self._offsets) if a < stop and b > start]
-        if not own:
-            raise PartError("its tokenizer does not tell which letters a token has")
-        return own[0], own[-1] + 1
 
-    def _places(self) -> list[tuple[int, int]]:
-        """First letter of each token and the one behind its last."""
-        asking = replace(self.tokenizing, return_token_offsets=True)
-        made = self.renderer.tokenize_prompt({"prompt": self.prompt["prompt"]}, asking)
-        offsets = made.get("prompt_token_offsets") or []
-        same = made["prompt_token_ids"] == self.prompt["prompt_token_ids"]
-        return offsets if same else []
+@dataclass(frozen=True, slots=True)
+class _Letters:
+    """First letter of each token, and the one behind its last: both ascending.
+
+    Args:
+        first: the number of the first token that is told; special ones before it have no letters.
+    """
+
+    starts: list[int]
+    stops: list[int]
+    first: int
+
+    @classmethod
+    def of(cls, prompt: Mapping[str, Any], renderer: Any, tokenizing: Any) -> "_Letters":
+        """Of a rendered prompt, as its tokenizer tells them.
+
+        Raises:
+            PartError: it does not.
+        """
+        offsets = prompt.get("prompt_token_offsets")
+        if not offsets:
+            asking = replace(tokenizing, return_token_offsets=True)
+            made = renderer.tokenize_prompt({"prompt": prompt["prompt"]}, asking)
+            offsets = made.get("prompt_token_offsets")
+            if not offsets or made["prompt_token_ids"] != prompt["prompt_token_ids"]:
+                raise PartError("its tokenizer does not tell which letters a token has")
+        places = [(int(start), int(stop)) for start, stop in offsets]
+        first = next((at for at, place in enumerate(places) if place != (0, 0)), 0)
+        told = [place for place in places[first:] if place != (0, 0)]
+        return cls([start for start, _ in told], [stop for _, stop in told], first)
+
+    def tokens(self, start: int, stop: int) -> _Span:
+        """The tokens that have any of these letters."""
+        own = bisect_right(self.stops, start), bisect_left(self.starts, stop)
+        return self.first + own[0], self.first + max(own)
+
+
+def _names_of(variant: _Variant) -> list[str]:
+    """The names of a variant's tools."""
+    tools = variant.params.chat_template_kwargs["tools"]
+    return [str(tool.get("function", tool).get("name", "")) for tool in tools]
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
@@ -183,14 +240,18 @@ def _text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    texts = (part if isinstance(part, str) else part.get("text") for part in parts)
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _has_more_than_text(message: Any) -> bool:
+    """Whether a message has a part that is no text, or nothing that is known to be one."""
     content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, list) and any(
-        isinstance(part, Mapping) and not isinstance(part.get("text"), str) for part in content
+    if content is None or isinstance(content, str):
+        return False
+    return not isinstance(content, list) or not all(
+        isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("text"), str))
+        for part in content
     )
 
 
@@ -204,7 +265,7 @@ def _in_common(a: Text, b: Text, *, most: int, backwards: bool = False) -> int:
     return low
 
 
-def _instead_of(whole: Text, other: Text) -> tuple[int, int] | None:
+def _instead_of(whole: Text, other: Text) -> _Span | None:
     """What of the chat a stand-in took the place of; None where the template leaves it out."""
     if whole == other:
         return None
@@ -217,26 +278,31 @@ def _instead_of(whole: Text, other: Text) -> tuple[int, int] | None:
     return start, stop
 
 
-def _between_tools(whole: Text, before: Text, behind: Text) -> tuple[int, int] | None:
-    """What lies between one more tool before the others, and one more behind them."""
-    if whole in (before, behind):
+def _beside_tool(whole: Text, other: Text, names: Sequence[str], *, front: bool) -> _Span | None:
+    """All that stands behind one more tool that was put first, or before one that was put last.
+
+    So the one begins where the tools do, and the other ends there. None where the template leaves
+    tools out.
+
+    Args:
+        names: of the tools, each of which must be there.
+    """
+    if whole == other:
         return None
-    start = len(whole) - _in_common(whole, before, most=len(whole), backwards=True)
-    stop = _in_common(whole, behind, most=len(whole))
+    first = _in_common(whole, other, most=len(whole))
+    last = _in_common(whole, other, most=len(whole), backwards=True)
     tokens = isinstance(whole, list)
     # a tool is put in between, and what was there stays; tokens merge where it is put in
-    for at, other in ((start, before), (stop, behind)):
-        first = _in_common(whole, other, most=len(whole))
-        last = _in_common(whole, other, most=len(whole), backwards=True)
-        if first + last < len(whole) - 4 * tokens or not 0 <= at <= len(whole):
-            raise PartError("the chat template writes them in more than one place")
-    start, stop = max(start - tokens, 0), min(stop + tokens, len(whole))
-    if start >= stop:
-        raise PartError("the chat template changes other text with them")
+    if first + last < len(whole) - 4 * tokens:
+        raise PartError("the chat template writes them in more than one place")
+    start = max(len(whole) - last - tokens, 0) if front else 0
+    stop = len(whole) if front else min(first + tokens, len(whole))
+    if isinstance(whole, str) and not all(name in whole[start:stop] for name in names):
+        raise PartError("the chat template puts them in another order")
     return start, stop
 
 
-def _ends(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _ends(start: int, stop: int) -> Iterator[_Span]:
     """A span, or its first and last tokens where it is longer than both."""
     if stop - start <= 2 * _ENDS:
         yield start, stop
@@ -268,26 +334,26 @@ def install() -> None:
         used = self.default_chat_tok_params if tok_params is None else tok_params
         for chat, prompt in zip(chats, prompts, strict=True):
             # which parts will be asked for is known with the parameters of each request
-            prompt[_KEY] = ChatParts(self, chat, chat_params, used, prompt)
+            prompt[_KEY] = ChatParts(self, chat, chat_params, used, dict(prompt))
         return made, prompts
 
     @functools.wraps(render_chat_async)
     async def rendering_async(
         self: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **more: Any
     ) -> Any:
-        settings = active_settings(self.config.additional_config)
-        words = wanted.get()
-        if words is None and settings is not None:
-            words = settings.protect  # a handler that no request's choice is known of
-        if settings is None or not words:
+        settings, words = active_settings(self.config.additional_config), wanted.get()
+        if settings is None or words == ():
             return await render_chat_async(self, conversations, chat_params, tok_params, **more)
+        # where no request's choice is known, the operator's; others are found when asked for
+        words = settings.protect if words is None else words
         chats = [_at_hand(chat) for chat in conversations]
         used = self.default_chat_tok_params if tok_params is None else tok_params
-        asking = replace(used, return_token_offsets=True)
+        asking = replace(used, return_token_offsets=bool(words) or used.return_token_offsets)
         made, prompts = await render_chat_async(self, chats, chat_params, asking, **more)
         for chat, prompt in zip(chats, prompts, strict=True):
             parts = ChatParts(self, chat, chat_params, used, dict(prompt))
-            await parts.find(words)
+            if words:
+                await parts.find(words)
             prompt[_KEY] = parts
             if not used.return_token_offsets:
                 prompt.pop("prompt_token_offsets", None)

@@ -7,6 +7,8 @@ import torch
 from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_kvcompress.methods.spans import Spans
+
 
 class AttentionSums:
     """Attention that was paid to every token in the page pool, added up: a float32 beside each.
@@ -63,11 +65,13 @@ class Protected(NamedTuple):
 
     Args:
         settled: tokens of the request before this; of the later ones nothing was dropped.
-        places: ``[L, Hkv, G]`` int32, ascending: the slots of the protected ones before it.
+        spans: the protected ones before it.
+        starts: ``[L, Hkv, n]`` int32, ascending: the slots of their first tokens.
     """
 
     settled: int
-    places: torch.Tensor
+    spans: Spans
+    starts: torch.Tensor
 
 
 class Thresholds:

@@ -24,7 +24,7 @@ USED = (
         "use",
         _USED,
         "vllm.exceptions:VLLMValidationError",
-        "vllm.sampling_params:SamplingParams(extra_args)",
+        "vllm.sampling_params:SamplingParams(extra_args, max_tokens)",
     ),
     *seams(
         "frontend",

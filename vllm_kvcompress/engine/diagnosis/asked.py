@@ -1,0 +1,125 @@
+"""The one prompt that a trial engine is asked: a text's tokens, or a chat's, with its parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.renderers.params import ChatParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_kvcompress.doctor.probe_prompt import Limits
+from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, PartError, parts_of
+from vllm_kvcompress.engine.frontend.protection import protected_spans
+from vllm_kvcompress.engine.messages.settings import active_settings
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.settings.protection import TOOLS
+
+TEMPLATE = "template"
+"""What of a chat is no message's and no tool's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One prompt.
+
+    Args:
+        ids: its tokens.
+        prompt: as the engine takes it.
+        protected: what of it is protected by the engine's settings.
+        parts: of a chat, the tokens of each role's messages, of its tools and of the template.
+    """
+
+    ids: list[int]
+    prompt: Mapping[str, Any]
+    protected: Spans = ()
+    parts: Mapping[str, Spans] = field(default_factory=dict)
+
+
+def asked_of(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]) -> Asked:
+    """The prompt that `spec` tells of.
+
+    Raises:
+        ConfigError: the model has no tokenizer or template for it, or it is too long.
+    """
+    if spec["chat"] is None:
+        ids = _ids(engine, config, limits, spec)
+        return Asked(ids=ids, prompt={"prompt_token_ids": ids})
+    chat = spec["chat"]
+    kwargs = {"add_generation_prompt": True, "tools": chat.get("tools"), "tokenize": False}
+    renderer = engine.renderer
+    tokenizing = replace(renderer.default_chat_tok_params, add_special_tokens=False)
+    try:
+        params = ChatParams(chat_template_kwargs=kwargs)
+        _, (prompt,) = renderer.render_chat([chat["messages"]], params, tokenizing)
+    except Exception as e:
+        # Anything may go wrong in a template.
+        raise ConfigError(f"the chat of --prompt-file cannot be rendered: {e}") from None
+    ids = list(prompt["prompt_token_ids"])
+    _refuse_too_long(ids, limits)
+    parts = parts_of(prompt)
+    settings = active_settings(config.additional_config)
+    params = SamplingParams(max_tokens=limits.answer, extra_args=dict(limits.asks) or None)
+    protected = protected_spans(config, settings, params, prompt)
+    return Asked(
+        ids=ids,
+        prompt=prompt,
+        protected=protected,
+        parts={} if parts is None else _by_role(parts, chat["messages"], len(ids)),
+    )
+
+
+def _by_role(parts: ChatParts, messages: list[dict[str, Any]], tokens: int) -> dict[str, Spans]:
+    """The tokens of each role, and those of no message; a part that cannot be told is left out."""
+    found = dict[str, Spans]()
+    for word in (TOOLS, *dict.fromkeys(str(message.get("role")) for message in messages)):
+        try:
+            spans = parts.spans(word)
+        except PartError:
+            continue
+        if spans:
+            found[word] = spans
+    own = {at for spans in found.values() for start, stop in spans for at in range(start, stop)}
+    rest = tuple((at, at + 1) for at in range(tokens) if at not in own)
+    return {**found, TEMPLATE: rest} if rest else found
+
+
+def _refuse_too_long(ids: list[int], limits: Limits) -> None:
+    if len(ids) + limits.answer > limits.longest:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, at most {limits.longest - limits.answer} fit;"
+            " pass --tokens, or a larger --max-model-len after --"
+        )
+
+
+def _ids(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]) -> list[int]:
+    """A text's token ids.
+
+    Raises:
+        ConfigError: the model has no tokenizer for the text, or the text is too long.
+    """
+    tokenizer = engine.tokenizer
+    text, length = spec["text"], spec["tokens"]
+    if spec["exact"] and tokenizer is None:
+        raise ConfigError("the model has no tokenizer for the prompt's text; remove --prompt-file")
+    if spec["exact"] and tokenizer is not None:
+        ids = list(tokenizer.encode(text))
+        ids = ids if length is None else ids[:length]
+        _refuse_too_long(ids, limits)
+        return ids
+    if length is None:
+        at_most = limits.longest - limits.answer - limits.block_size
+        length = limits.shortest(min(spec["at_least"], at_most))
+    if tokenizer is None:
+        high = config.model_config.get_vocab_size()
+        picked = torch.randint(high, (length,), generator=torch.Generator().manual_seed(0))
+        return [int(token) for token in picked]
+    question: list[int] = list(tokenizer.encode(spec["question"], add_special_tokens=False))
+    filler: list[int] = list(tokenizer.encode(text[: 12 * length]))
+    room = int(length) - len(question)
+    if room < 1:
+        return question[:length]
+    return (filler * (room // len(filler) + 1))[:room] + question
