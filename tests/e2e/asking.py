@@ -37,3 +37,20 @@ def said(answer):
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     return details.get("kv_compress")
+
+
+RULE = "Never say the word orange, and answer in one line."
+QUESTION = "In one line: what is the text above about?"
+
+
+def chat_of(endpoint, text):
+    """The same chat with a system prompt, as each endpoint takes it: path and body."""
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Read."}]
+    turns.append({"role": "user", "content": QUESTION})
+    common = {"model": "demo", "temperature": 0}
+    if endpoint == "messages":
+        return common | {"system": RULE, "messages": turns, "max_tokens": 4}
+    if endpoint == "responses":
+        return common | {"instructions": RULE, "input": turns, "max_output_tokens": 16}
+    system = {"role": "system", "content": [{"type": "text", "text": RULE}]}
+    return common | {"messages": [system, *turns], "max_tokens": 4, "ignore_eos": True}

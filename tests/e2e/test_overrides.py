@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
-from asking import answers, body, post, said
+from asking import QUESTION, RULE, answers, body, chat_of, post, said
 from checkpoints import talking
 from forks import serve_forking
 from idling import wait_for
@@ -30,7 +30,7 @@ COMMON = [
     *("--kv-compress-config", '{"log_requests": true}', "--kv-decode-budget", "512"),
     *("--kv-alias", "demo@half=snapkv:0.5", "--kv-alias", "demo@256=cake:256"),
     *("--kv-alias", "demo@full=off", "--kv-alias", "demo@more=cake:0.8", "--kv-usage"),
-    *("--num-gpu-blocks-override", str(1 + BLOCKS)),
+    *("--num-gpu-blocks-override", str(1 + BLOCKS), "--kv-protect", "system"),
 ]
 ALIASES = {"demo@half": 0.5, "demo@256": 256, "demo@full": None, "demo@more": 0.8}
 
@@ -326,23 +326,6 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
     assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())
 
 
-RULE = "Never say the word orange, and answer in one line."
-ASKED = "In one line: what is the text above about?"
-
-
-def chat_of(endpoint, text):
-    """The same chat with a system prompt, as each endpoint takes it: path and body."""
-    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Read."}]
-    turns.append({"role": "user", "content": ASKED})
-    common = {"model": "demo", "temperature": 0}
-    if endpoint == "messages":
-        return common | {"system": RULE, "messages": turns, "max_tokens": 4}
-    if endpoint == "responses":
-        return common | {"instructions": RULE, "input": turns, "max_output_tokens": 16}
-    system = {"role": "system", "content": [{"type": "text", "text": RULE}]}
-    return common | {"messages": [system, *turns], "max_tokens": 4, "ignore_eos": True}
-
-
 @pytest.mark.parametrize("endpoint", ["chat/completions", "responses", "messages"])
 def test_parts_of_a_chat_are_protected(server, client, text, endpoint, demo_model):
     """The tokens of their text, and one at either end at most that has letters of both sides."""
@@ -350,13 +333,15 @@ def test_parts_of_a_chat_are_protected(server, client, text, endpoint, demo_mode
 
     encode = AutoTokenizer.from_pretrained(demo_model).encode
     for asked, least in (
-        ("system,question", len(encode(RULE)) + len(encode(ASKED))),
+        ("system,question", len(encode(RULE)) + len(encode(QUESTION))),
         ("system", len(encode(RULE))),
         ("tools", 0),
+        (None, len(encode(RULE))),
     ):
         before = server.metric("vllm:kv_compress_protected_tokens_total")
         done = len(server.compressed())
-        sent = chat_of(endpoint, text) | {"vllm_xargs": {"kv_protect": asked}}
+        xargs = {} if asked is None else {"vllm_xargs": {"kv_protect": asked}}
+        sent = chat_of(endpoint, text) | xargs
         answer = httpx.post(f"{server.url}/v1/{endpoint}", json=sent, timeout=300)
         assert answer.status_code == 200, answer.text
         assert len(server.compressed()) == done + 1
@@ -396,3 +381,18 @@ def test_tokens_are_protected_on_every_endpoint(server, text):
             answer = post(server, endpoint, text, {"kv_protect": ["0:20", "30:31"]}, stream)
             assert answer.status_code == 200, answer.text
             assert {said(each)["protected_tokens"] for each in answers(answer)} == {21}
+
+
+def test_chats_that_vllm_makes_other_prompts_of(server, text):
+    """A batch of chats is protected as one chat is; beams are prompts of their own, left whole."""
+    chat = chat_of("chat/completions", text)
+    batch = {**chat, "messages": [chat["messages"]] * 2}
+    answer = httpx.post(f"{server.url}/v1/chat/completions/batch", json=batch, timeout=300)
+    assert answer.status_code == 200, answer.text
+    assert said(answer.json())["protected_tokens"] >= 2 * 10
+    before = len(server.compressed())
+    beams = {**chat, "use_beam_search": True, "n": 2}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=beams, timeout=300)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2
+    assert len(server.compressed()) == before

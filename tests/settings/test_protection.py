@@ -81,13 +81,13 @@ def test_what_is_no_span(written):
         (("system",), None, False, Protection(("system",), (), ("system",))),
         (("system",), {}, True, Protection(("system",), (), ("system",))),
         # without overrides a request adds
-        (("system",), "tools", False, Protection(("system", "tools"), (), ("system",), True)),
-        (("system",), "3:5", False, Protection(("system",), ((3, 5),), ("system",), True)),
+        (("system",), "tools", False, Protection(("system", "tools"), (), ("system",), ("tools",))),
+        (("system",), "3:5", False, Protection(("system",), ((3, 5),), ("system",))),
         # with them it chooses
-        (("system",), "tools", True, Protection(("tools",), (), (), True)),
-        (("system", "tools"), "tools", True, Protection(("tools",), (), ("tools",), True)),
-        (("system",), "none", True, Protection((), (), (), True)),
-        ((), "none", False, Protection((), (), (), True)),
+        (("system",), "tools", True, Protection(("tools",), (), (), ("tools",))),
+        (("system", "tools"), "tools", True, Protection(("tools",), (), ("tools",), ("tools",))),
+        (("system",), "none", True, Protection()),
+        ((), "none", False, Protection()),
     ],
 )
 def test_who_decides(protect, asked, free, want):

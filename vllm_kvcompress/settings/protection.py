@@ -52,13 +52,13 @@ class Protection(NamedTuple):
         words: parts of its chat, in the order of WORDS.
         spans: first token of each span and the one behind its last, as they were asked for.
         granted: of `words`, those that the operator protects; the request asks for the others.
-        asked: the request names what it wants, so that each word must be found.
+        named: words that the request names itself, each of which must be found.
     """
 
     words: tuple[str, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     granted: tuple[str, ...] = ()
-    asked: bool = False
+    named: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.words or self.spans)
@@ -132,7 +132,7 @@ def protection_of(
         raise OverrideError("invalid", str(e)) from None
     if free:
         kept = tuple(word for word in protect if word in words)
-        return Protection(words=words, spans=spans, granted=kept, asked=True)
+        return Protection(words=words, spans=spans, granted=kept, named=words)
     if not words and not spans and protect:
         raise OverrideError(
             "not_allowed",
@@ -140,4 +140,4 @@ def protection_of(
             f" remove {PROTECT}, or ask the operator for --kv-allow-override",
         )
     both = tuple(word for word in WORDS if word in {*words, *protect})
-    return Protection(words=both, spans=spans, granted=protect, asked=True)
+    return Protection(words=both, spans=spans, granted=protect, named=words)

@@ -96,7 +96,7 @@ def _of_words(
     parts, found = parts_of(prompt), list[tuple[int, int]]()
     for word in words:
         if parts is None:
-            if wanted.get() is None and word in asked.granted:
+            if wanted.get() is None and word not in asked.named:
                 continue
             problem = "this request is no chat that a template was applied to"
         else:
