@@ -4,6 +4,7 @@ The reference sees the queries, keys and values that the attention layers receiv
 """
 
 import pytest
+import torch
 
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
@@ -182,17 +183,83 @@ def test_what_may_not_be_protected_is_refused(more, asked, message, checkpoints_
 
 
 @first_runner
-def test_a_prompt_that_is_mostly_protected_is_never_packed(checkpoints_folder):
-    """Nor its answer, whatever bounds others."""
-    bounded = {"allow_override": "off,snapkv", "decode_budget": 512, "decode_interval": 32}
-    config = settings("snapkv", 0.3, **bounded)
-    prompt = tokens(600, seed=3)
+def test_where_most_of_a_prompt_is_protected_its_answer_is_bounded(checkpoints_folder):
+    """Its prompt is left whole, and packed with its answer when that has grown."""
+    prompt, answer, spans = 150, 150, ["3:90"]
+    config = settings("cake", allow_override="cake", decode_budget=128, decode_interval=INTERVAL)
     with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        packed = llm.watch_repacking()
-        asked = {"kv_protect": "0:400", "kv_compress": "snapkv"}
-        whole = llm.generate([prompt], 60, extra_args=asked)
-        assert packed == []
-        assert whole == llm.generate([prompt], 60, extra_args={"kv_compress": "off"})
+        seen, packed = llm.record_attention(), llm.watch_packing(lambda done: done.todo)
+        llm.submit("r", tokens(prompt, seed=6), answer, extra_args={"kv_protect": spans})
+        llm.drain()
+    assert packed == []
+    replay = Replay("cake", SHAPES[NAME], seen, prompt, 128, answer)
+    replay.protected = protected(spans)
+    for position in range(prompt, prompt + answer - 1):
+        replay.step(position)
+    assert len(replay.packed_at) >= 2
+
+
+@pytest.mark.parametrize("probe", [8, 20])
+def test_a_probe_shorter_than_the_window_leaves_it_behind_what_was_packed(
+    probe, checkpoints_folder
+):
+    """The question stands across the last boundary, and the prompt's end right behind that."""
+    method, length, answer, spans = "snapkv", 4 * PIECE + 12, 20, ["2:12", f"{4 * PIECE - 20}:390"]
+    more = {"max_whole": 300, "piece": PIECE, "probe": probe, "window": 16}
+    config = settings(method, 0.4, **more)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        seen = llm.record_attention()
+        llm.submit("r", tokens(length, seed=5), answer, extra_args={"kv_protect": spans})
+        llm.drain()
+        llm.settle()
+        assert not llm.compressor.pool.protected
+    if probe < 16:
+        replay = Prompt(method, SHAPES[NAME], seen, length, int(length * 0.4))
+        replay.w, replay.inside = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
+        replay.protected = protected(spans)
+        replay.to_the_end(length + answer)
+        assert all(replay.protected <= set(own) for heads in replay.held for own in heads)
+
+
+@first_runner
+@pytest.mark.parametrize("spans", [["40:60"], ["2:9", "70:90", "140:150"]])
+def test_where_tokens_merge_the_protected_take_none_in(spans, checkpoints_folder):
+    """Bit for bit what was computed, however often it is packed, and the others are merged."""
+    prompt, answer = 200, 110
+    config = settings("d2o", 0.6, decode_budget=96, decode_interval=INTERVAL)
+    with engine(make(NAME, checkpoints_folder), additional_config=config) as llm:
+        seen, repacked = llm.record_attention(), llm.watch_repacking()
+        llm.submit("r", tokens(prompt, seed=5), answer, extra_args={"kv_protect": spans})
+        times = 0
+        while llm.llm.llm_engine.has_unfinished_requests():
+            llm.step()
+            if len(repacked) + (llm.compressor.compressed > 0) > times and llm.running():
+                times = len(repacked) + (llm.compressor.compressed > 0)
+                as_they_were(llm, seen, sorted(protected(spans)))
+    assert times >= 3
+
+
+def as_they_were(llm, seen, positions):
+    """Each head's pages and tail hold the keys and values of these tokens as they were computed."""
+    pool, shape = llm.compressor.pool, SHAPES[NAME]
+    (slot,) = pool._slots.values()
+    (request,) = llm.running()
+    blocks = [block.block_id for block in llm.manager.req_to_blocks[request.request_id]]
+    own_blocks = torch.tensor([block for block in blocks if block], dtype=torch.int64)
+    merged = 0
+    for layer, count in enumerate(pool._num_packed[slot].tolist()):
+        pages = pool._packed[slot, layer, :count].long()
+        pages = torch.cat([pages, pool.flat_ids(layer, own_blocks)])
+        keys, values = llm.compressor.packer.mover.read(pages)
+        held = keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
+        for part, name in zip(held, "kv", strict=True):
+            computed = torch.cat([each.flatten(1) for each in seen[layer][name]])
+            computed = computed.view(len(computed), shape.kv_heads, shape.head_dim)
+            for head in range(shape.kv_heads):
+                rows = {row.numpy().tobytes() for row in part[head]}
+                assert all(computed[at, head].numpy().tobytes() in rows for at in positions)
+                merged += len(rows - {row.numpy().tobytes() for row in computed[:, head]})
+    assert merged > 0, "others were meant to be merged"
 
 
 PROMPTS = [tokens(length, seed=70 + length) for length in (150, 301, 420, 290)]

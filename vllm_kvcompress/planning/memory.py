@@ -275,7 +275,8 @@ def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int
     if settings.decode_budget is not None:
         one = sizes.layers * max(-(-settings.decode_budget // block), 1)
         if settings.protect:
-            one = max(one, _protecting(sizes, max(map(lookahead_window, settings.variants))))
+            # of a prompt that is left whole, since most of it is protected, all of that stays
+            one = max(one, sizes.layers * (longest // block))
         together = sizes.layers * longest // (_STAGED_SHARE * block)
         staged = max(one, together) * head_page
         if any(merges(variant) for variant in settings.variants):

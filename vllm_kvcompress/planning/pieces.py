@@ -61,11 +61,18 @@ class EveryPiece:
         computes must end before the prompt does, or a token would be sampled. Where fewer are left
         than an observation window has, they may be a chat template's alone, and the question lies
         in the piece: so its own last tokens judge.
+
+        Where something is protected, a probe of fewer tokens than that window judges nothing: at
+        the prompt's end the window must lie behind all that was packed before.
         """
-        probe = probe_tokens(self.settings)
+        probe, window = probe_tokens(self.settings), self._budget.window
         rows = min(probe, self.tokens - end - 1)
-        least = least_window(method_of(self.settings).reads)
-        return rows if rows >= max(min(probe, self._budget.window), least) else 0
+        least = max(window if self.spans else min(probe, window), self._least_window)
+        return rows if rows >= least else 0
+
+    @property
+    def _least_window(self) -> int:
+        return least_window(method_of(self.settings).reads)
 
     def chunk(self, holding: Holding, computed: int, room: int) -> tuple[int, int]:
         """Tokens of the chunk that starts behind `computed`, and rows of the probe behind them.

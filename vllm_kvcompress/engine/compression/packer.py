@@ -181,8 +181,6 @@ class Packer:
             guarded=guarded,
         )
         del scores
-        if guarded is not None:
-            self.protected.note(todos, kept, guarded.own)
         move = Move(
             held=held,
             kept=kept,
@@ -195,6 +193,9 @@ class Packer:
         sums = pool.sums if again and Reads.COLUMN_SUMS in method.reads else None
         paid = None if sums is None else sums.read(held.pages)
         thresholds = self.mover.move(move)
+        if guarded is not None:
+            # not before: what is moved lies where it lay
+            self.protected.note(todos, kept, guarded.own)
         if again and thresholds is not None and pool.thresholds is not None:
             slots = pool.slots([todo.request_id for todo in todos])
             pool.thresholds.write(slots, thresholds.view(len(todos), layers, -1))

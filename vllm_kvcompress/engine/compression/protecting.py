@@ -77,6 +77,7 @@ class ProtectedSlots:
         for index, (todo, end) in enumerate(zip(todos, ends, strict=True)):
             packed = self._pool.protected.get(todo.request_id)
             first = 0 if packed is None else packed.settled
+            assert first <= end, "what was packed lies before the window"
             late = to_device(_positions(clipped(todo.plan.spans, first, end)), torch.int32, device)
             if held.lengths is None:
                 return late[None, None]

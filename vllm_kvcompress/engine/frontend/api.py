@@ -149,12 +149,30 @@ def install() -> None:
     setattr(InputProcessor, _INSTALLED, True)
 
 
-def _words(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The parts of a chat that are to be protected, where a request may be compressed."""
+def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
+    """The parts of a chat that are to be protected, where a request may be compressed.
+
+    Beam search makes other prompts of it, which ask for one token each and are left whole, but for
+    those that never stand whole: then it is refused.
+
+    Raises:
+        VLLMValidationError: it must be protected, and cannot be.
+    """
     settings = _policy(processor).settings
-    if settings is None or settings_for(settings, extra_args) is None:
+    own = None if settings is None else settings_for(settings, request.vllm_xargs)
+    if settings is None or own is None:
         return ()
-    return asked_of(settings, extra_args).words
+    words = asked_of(settings, request.vllm_xargs).words
+    if not getattr(request, "use_beam_search", False):
+        return words
+    with _refusing():
+        if words and own.max_whole is not None:
+            raise OverrideError(
+                "invalid",
+                f"{', '.join(words)} must be protected, and beam search makes other prompts of a"
+                " chat, which this server may pack piece by piece; send it without use_beam_search",
+            )
+    return None
 
 
 def _checking(answer: Any, *, chat: bool) -> Any:
@@ -170,9 +188,7 @@ def _checking(answer: Any, *, chat: bool) -> Any:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
         check(processor, request.vllm_xargs)
-        # beam search makes other prompts of it, of one token each, which are left whole
-        renders = chat and not getattr(request, "use_beam_search", False)
-        wanted.set(_words(processor, request.vllm_xargs) if renders else None)
+        wanted.set(_words(processor, request) if chat else None)
         return await answer(self, request, *args, **kwargs)
 
     return answering

@@ -79,7 +79,8 @@ class ChatParts:
         if word not in self._found:
             with self._noting(word) as found:
                 for variant in self._variants(word):
-                    made = self.renderer.render_messages(*variant)[1]
+                    with _rendering():
+                        made = self.renderer.render_messages(*variant)[1]
                     found.append(self._span(word, variant, made))
         spans = self._found[word]
         if isinstance(spans, PartError):
@@ -94,7 +95,8 @@ class ChatParts:
         for word in words:
             with self._noting(word) as found:
                 for variant in self._variants(word):
-                    made = (await self.renderer.render_messages_async(*variant))[1]
+                    with _rendering():
+                        made = (await self.renderer.render_messages_async(*variant))[1]
                     found.append(self._span(word, variant, made))
         self.renderer = self.params = self.tokenizing = self._letters = None
         self.messages, self.prompt = [], {}
@@ -107,10 +109,6 @@ class ChatParts:
             yield found
         except PartError as e:
             self._found[word] = e
-            return
-        except Exception as e:
-            # Anything may go wrong in a template.
-            self._found[word] = PartError(f"the chat template takes no other there ({e})"[:200])
             return
         spans = [span for span in found if span is not None]
         if word == TOOLS and spans:
@@ -190,6 +188,16 @@ class ChatParts:
         if self._letters is None:
             self._letters = _Letters.of(self.prompt, self.renderer, self.tokenizing)
         return self._letters.tokens(*found)
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """A template takes another text, or another tool, or it cannot be told where they stand."""
+    try:
+        yield
+    except Exception as e:
+        # Anything may go wrong in a template.
+        raise PartError(f"the chat template takes no other in its place ({e})"[:200]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,17 +352,15 @@ def install() -> None:
         settings, words = active_settings(self.config.additional_config), wanted.get()
         if settings is None or words == ():
             return await render_chat_async(self, conversations, chat_params, tok_params, **more)
-        # where no request's choice is known, the operator's; others are found when asked for
-        words = settings.protect if words is None else words
         chats = [_at_hand(chat) for chat in conversations]
         used = self.default_chat_tok_params if tok_params is None else tok_params
         asking = replace(used, return_token_offsets=bool(words) or used.return_token_offsets)
         made, prompts = await render_chat_async(self, chats, chat_params, asking, **more)
         for chat, prompt in zip(chats, prompts, strict=True):
-            parts = ChatParts(self, chat, chat_params, used, dict(prompt))
+            parts = prompt[_KEY] = ChatParts(self, chat, chat_params, used, dict(prompt))
+            # of another endpoint: whether an answer is wanted, and what of it, is known later
             if words:
                 await parts.find(words)
-            prompt[_KEY] = parts
             if not used.return_token_offsets:
                 prompt.pop("prompt_token_offsets", None)
         return made, prompts

@@ -47,9 +47,11 @@ def protected_spans(
     own = None if settings is None else settings_for(settings, params.extra_args)
     if settings is None or own is None or not (asked := asked_of(settings, params.extra_args)):
         return ()
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    given = prompt if isinstance(prompt, Mapping) else {}
+    ids, rows = given.get("prompt_token_ids"), given.get("prompt_embeds")
     if ids is None:
-        if asked.spans or wanted.get() is not None:
+        whole = rows is not None and _stays_whole(own, params, len(rows))
+        if not whole and (asked.spans or asked.named or wanted.get() is not None):
             raise OverrideError(
                 "invalid",
                 f"{PROTECT} needs the tokens of the prompt, and this one comes without any; send a"

@@ -47,8 +47,7 @@ class Decision:
     Args:
         settings: what compresses it; None when it is left whole.
         reason: why it is left whole, one of REASONS; empty when it is compressed.
-        growing: what bounds its answer; None when it may grow, as it may where most of its prompt
-            is protected.
+        growing: what bounds its answer; None when it may grow.
         final: the request was admitted, so that this will not change.
         error: for INVALID, what is wrong with what it asks for.
         spans: what of its prompt is protected.
@@ -158,7 +157,7 @@ class Admissions:
         if settings is None:
             return Decision(None, OFF)
         decision = self._of_prompt(request, settings, spans_of(params))
-        if settings.decode_budget is not None and decision.reason != PROTECTED:
+        if settings.decode_budget is not None:
             decision.growing = settings
         return decision
 
