@@ -222,6 +222,22 @@ def test_a_probe_shorter_than_the_window_leaves_it_behind_what_was_packed(
 
 
 @first_runner
+@pytest.mark.parametrize("rest", [5, 12])
+def test_an_answer_that_judges_a_prompt_right_behind_its_last_piece(rest, checkpoints_folder):
+    """With the prompt's last 16 queries beside it, which reach into that piece."""
+    length = 4 * PIECE + rest
+    more = {"max_whole": 300, "piece": PIECE, "lookahead": 8}
+    config = settings("cake-chunk", 0.4, **more)
+    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
+        packed = llm.watch_packing(lambda done: (done.todo.plan, done.todo.answered))
+        asked = {"kv_protect": ["0:20", f"{length - 9}:{length}"]}
+        assert len(llm.generate([tokens(length, seed=5)], 30, extra_args=asked)[0]) == 30
+    ((plan, answered),) = packed
+    assert answered >= 8
+    assert plan.settled >= 4 * PIECE - 8
+
+
+@first_runner
 @pytest.mark.parametrize("spans", [["40:60"], ["2:9", "70:90", "140:150"]])
 def test_where_tokens_merge_the_protected_take_none_in(spans, checkpoints_folder):
     """Bit for bit what was computed, however often it is packed, and the others are merged."""

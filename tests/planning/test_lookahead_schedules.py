@@ -149,3 +149,40 @@ def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():
     # short; and where an answer goes on, or it would be judged by fewer than w when it is due
     assert ahead.longest_hit == 417 - 2
     assert replace(ahead, prefilled=450).longest_hit == 417 + 40 - 32
+
+
+@given(
+    rest=st.integers(-20, 40),
+    m=st.integers(2, 40),
+    t=st.integers(0, 40),
+    probe=st.sampled_from([0, 8, 16, 32]),
+    method=st.sampled_from(["cake-chunk", "snapkv", "cake"]),
+)
+def test_a_window_of_what_is_protected_lies_behind_what_was_packed(rest, m, t, probe, method):
+    """Also where a preempted prompt is computed again with the first tokens of its answer."""
+    layers, size, piece, spans = 4, 16, 128, ((0, 20),)
+    raw = {"compress": method, "budget": 0.3, "min_prompt": 0, "lookahead": m}
+    own = CompressionConfig.parse({**raw, "max_whole": 512, "piece": piece, "probe": probe})
+    prompt, answered = 6 * piece + rest, min(t, m - 1)
+    pieces = EveryPiece(
+        settings=own,
+        num_layers=layers,
+        block_size=size,
+        tokens=prompt + answered,
+        packs_end=False,
+        spans=spans,
+    )
+    holding, computed, settled = Holding(num_layers=layers, block_size=size), 0, 0
+    while computed < prompt + answered:
+        computed = pieces.next_end(computed)
+        if (plan := pieces.plan(holding, computed)) is not None:
+            assert plan.settled >= settled
+            settled = plan.settled
+            holding.pack(plan, computed // size)
+    assert holding.settled == settled > 0
+    ahead = replace(lookahead_of(own, layers, size, prompt, 500), spans=spans)
+    ahead = replace(ahead, prefilled=prompt + answered)
+    for tokens in range(prompt + answered, ahead.due + 1):
+        if (plan := ahead.kept(holding, tokens)) is not None:
+            assert plan.settled >= settled
+            assert plan.guarded == 20

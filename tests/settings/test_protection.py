@@ -113,3 +113,9 @@ def test_spans_that_overlap_or_touch_are_one():
     assert joined([(5, 9), (0, 3), (8, 12), (3, 5)]) == ((0, 12),)
     assert joined([(5, 9), (0, 3)]) == ((0, 3), (5, 9))
     assert joined([]) == ()
+
+
+def test_numbers_that_python_writes_no_text_of():
+    for written in (10**5000, [[0, 10**5000]]):
+        with pytest.raises(OverrideError, match="kv_protect must be"):
+            protection_of((), {"kv_protect": written}, free=True)

@@ -16,6 +16,7 @@ class Holding:
         first_block: index of the first ordinary block.
         most_pages: packed pages that no layer exceeds.
         frozen: layers keep their counts from now on.
+        settled: tokens of the request before this; of the later ones nothing was dropped.
     """
 
     num_layers: int
@@ -24,6 +25,7 @@ class Holding:
     first_block: int = 0
     most_pages: int = 0
     frozen: bool = False
+    settled: int = 0
 
     def pages_at(self, blocks: int) -> int:
         """Pages over all layers once the request has so many blocks in vLLM's count."""
@@ -37,5 +39,5 @@ class Holding:
         """Take in that the first `blocks` in vLLM's count were packed by `plan`."""
         if not self.frozen:
             self.most_pages = plan.most_pages
-        self.pages, self.first_block = plan.pages, blocks
+        self.pages, self.first_block, self.settled = plan.pages, blocks, plan.settled
         self.frozen = self.frozen or freeze

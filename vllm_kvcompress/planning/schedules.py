@@ -135,6 +135,9 @@ class LookAhead:
             least: tokens of the prompt that a layer keeps on average where its budget is smaller.
         """
         window = self.window(tokens)
+        if self.spans:
+            # what was packed before and is protected must lie before it
+            window = min(window, tokens - holding.settled)
         if window < least_window(method_of(self.settings).reads):
             return None
         layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)

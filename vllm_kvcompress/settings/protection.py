@@ -92,22 +92,27 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
 
 def _short(value: Any) -> str:
     """What was given, as far as a sentence has room for it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of a number that Python writes no text of
+        text = "a number with too many digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _span(item: Any) -> tuple[int, int] | None:
     """Two whole numbers, as a pair or as a text with a colon between; None for anything else."""
     if isinstance(item, str):
-        first, colon, last = item.partition(":")
-        both = first.strip(), last.strip()
+        before, colon, behind = item.partition(":")
+        both = before.strip(), behind.strip()
         if not colon or not all(part.isascii() and part.isdigit() for part in both):
             return None
         if max(map(len, both)) > _DIGITS:
             return None
         return int(both[0]), int(both[1])
-    if isinstance(item, list | tuple) and len(item) == 2 and all(type(at) is int for at in item):
-        return int(item[0]), int(item[1])
+    if isinstance(item, list | tuple) and len(item) == 2:
+        first, last = item
+        if all(type(at) is int and abs(at) < 10**_DIGITS for at in (first, last)):
+            return first, last
     return None
 
 

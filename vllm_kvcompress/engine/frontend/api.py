@@ -152,27 +152,35 @@ def install() -> None:
 def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
     """The parts of a chat that are to be protected, where a request may be compressed.
 
-    Beam search makes other prompts of it, which ask for one token each and are left whole, but for
-    those that never stand whole: then it is refused.
-
-    Raises:
-        VLLMValidationError: it must be protected, and cannot be.
+    None for beam search: it makes other prompts of a chat, which are no chats.
     """
     settings = _policy(processor).settings
-    own = None if settings is None else settings_for(settings, request.vllm_xargs)
-    if settings is None or own is None:
+    if getattr(request, "use_beam_search", False):
+        return None
+    if settings is None or settings_for(settings, request.vllm_xargs) is None:
         return ()
-    words = asked_of(settings, request.vllm_xargs).words
-    if not getattr(request, "use_beam_search", False):
-        return words
-    with _refusing():
-        if words and own.max_whole is not None:
+    return asked_of(settings, request.vllm_xargs).words
+
+
+def _check_beams(processor: InputProcessor, request: Any) -> None:
+    """Refuse beam search where its prompts may be packed and should have been protected.
+
+    Each of its steps is a request by the engine's own settings for one token, which is left whole
+    unless it is packed piece by piece.
+
+    Raises:
+        VLLMValidationError: it is refused.
+    """
+    settings = _policy(processor).settings
+    if settings is None or not settings.enabled or settings.max_whole is None:
+        return
+    if getattr(request, "use_beam_search", False) and asked_of(settings, request.vllm_xargs):
+        with _refusing():
             raise OverrideError(
                 "invalid",
-                f"{', '.join(words)} must be protected, and beam search makes other prompts of a"
-                " chat, which this server may pack piece by piece; send it without use_beam_search",
+                "beam search makes other prompts of this one, which this server may pack piece by"
+                " piece, and nothing of them would be protected; send it without use_beam_search",
             )
-    return None
 
 
 def _checking(answer: Any, *, chat: bool) -> Any:
@@ -188,6 +196,7 @@ def _checking(answer: Any, *, chat: bool) -> Any:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
         check(processor, request.vllm_xargs)
+        _check_beams(processor, request)
         wanted.set(_words(processor, request) if chat else None)
         return await answer(self, request, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """What of one prompt is protected, as spans of its tokens, and whether it may be."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,8 +211,13 @@ class _Limits:
             return own
         if not settings.budget_bounds:
             return max(own, self.tokens)
-        named = (settings.variant(self.own.compress, high) for _, high in settings.budget_bounds)
-        return max(own, *(each.tokens_per_layer(self.tokens) for each in named))
+        most = [own]
+        for _, high in settings.budget_bounds:
+            # a bound under the method's window is nothing that a request may ask of it
+            with suppress(ConfigError):
+                named = settings.variant(self.own.compress, high)
+                most.append(named.tokens_per_layer(self.tokens))
+        return max(most)
 
     @property
     def _layers(self) -> int:
