@@ -32,6 +32,7 @@ FLAGS = [
     *("--kv-compress-config", '{"log_requests": true}', "--kv-allow-override", "off"),
     # the pool holds a quarter of the longest prompt, beside its null block
     *("--kv-max-whole", "1664", "--kv-piece", "512", "--num-gpu-blocks-override", "14"),
+    *("--kv-protect", "system"),
 ]
 POOL = 13 * 128
 NO_EOS = {"ignore_eos": True}
@@ -187,6 +188,19 @@ def test_a_prompt_four_times_the_pool_is_answered(server, client, text, demo_mod
             )
         assert "blocks of the KV cache, which has 13" in str(refusal.value)
     assert server.metric("vllm:kv_compress_refused_requests_total") == 2
+
+
+def test_beams_of_a_chat_that_may_be_packed_unprotected_are_refused(client):
+    """A server that packs piece by piece cannot protect them; completions have no system prompt."""
+    beams = {"use_beam_search": True, "ignore_eos": True}
+    system = {"role": "system", "content": "Never say orange."}
+    common = {"model": "demo", "max_tokens": 2, "n": 2, "extra_body": beams}
+    with pytest.raises(BadRequestError, match="send it without use_beam_search"):
+        client.chat.completions.create(
+            messages=[system, {"role": "user", "content": "Hello"}], **common
+        )
+    done = client.completions.create(prompt="Hello", **common)
+    assert len(done.choices) == 2
 
 
 def test_an_oversize_prompt_is_a_400_and_the_server_lives_on(client, text):

@@ -27,6 +27,23 @@ def protected(spans):
     return frozenset(at for start, stop in pairs for at in range(start, stop))
 
 
+def recorded(folder, config, prompt, answer, spans, **options):
+    """What the attention layers saw of one request, and its packings to a prompt's end.
+
+    Nothing of it is left behind.
+    """
+    options = {**IN_CHUNKS, **options}
+    with engine(make(NAME, folder), additional_config=config, **options) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        packed = llm.watch_packing(lambda done: done.todo)
+        llm.submit("r", prompt, answer, extra_args={"kv_protect": spans})
+        llm.drain()
+        llm.settle()
+        assert llm.free_blocks == free
+        assert not llm.compressor.pool.protected
+    return seen, packed
+
+
 class AtEnd(Prompt):
     """A prompt that is packed when its prefill ends."""
 
@@ -41,13 +58,9 @@ def test_a_prompt_keeps_its_spans_when_its_prefill_ends(method, checkpoints_fold
     length, answer, budget = 417, 12, 0.5
     window = {"tova": 1, "streamingllm": 0}.get(method, 32)
     config = settings(method, budget, **({} if window < 2 else {"window": window}))
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.todo.plan)
-        llm.submit("r", tokens(length, seed=33), answer, extra_args={"kv_protect": SPANS})
-        llm.drain()
-        assert llm.free_blocks == free
-    (plan,) = packed
+    prompt = tokens(length, seed=33)
+    seen, (todo,) = recorded(checkpoints_folder, config, prompt, answer, SPANS)
+    plan = todo.plan
     assert not plan.raised
     assert sum(stop - start for start, stop in plan.spans) == len(protected(SPANS)) == 78
     replay = AtEnd(method, SHAPES[NAME], seen, length, int(length * budget), window)
@@ -66,10 +79,7 @@ def test_a_look_ahead_ends_with_the_spans(method, window, checkpoints_folder):
     length, answer, spans = 417, AHEAD + 20, ["0:20", "100:103", "380:417"]
     asked = {} if window is None else {"window": window}
     config = ahead(method, lookahead=AHEAD, **asked)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        seen = llm.record_attention()
-        llm.submit("r", tokens(length, seed=33), answer, extra_args={"kv_protect": spans})
-        llm.drain()
+    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=33), answer, spans)
     replay = Ahead(method, SHAPES[NAME], seen, length, AHEAD, window=window).whole()
     replay.protected = protected(spans)
     for position in range(length, length + answer - 1):
@@ -83,13 +93,7 @@ def test_pieces_keep_the_spans_of_earlier_ones(method, checkpoints_folder):
     """Across a boundary too, and of the last piece, which its end protects by itself."""
     length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
     config = piecewise(method, 0.4, probe=0)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.submit("r", tokens(length, seed=5), answer, extra_args={"kv_protect": spans})
-        llm.drain()
-        llm.settle()
-        assert llm.free_blocks == free
-        assert not llm.compressor.pool.protected
+    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     replay = Prompt(method, SHAPES[NAME], seen, length, int(length * 0.4))
     replay.protected = protected(spans)
     replay.to_the_end(length + answer)
@@ -108,18 +112,9 @@ def test_from_pieces_over_a_look_ahead_to_bounded_answers(method, checkpoints_fo
         decode_budget=bound,
         decode_interval=INTERVAL,
     )
-    pool = 1 + 384 // BLOCK
-    options = {**IN_CHUNKS, "max_model_len": 656}
-    with engine(
-        make(NAME, checkpoints_folder), additional_config=config, blocks=pool, **options
-    ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        # seed 6 has two tokens at cake's cut whose scores differ by 5e-9, relatively
-        llm.submit("r", tokens(length, seed=8), answer, extra_args={"kv_protect": spans})
-        llm.drain()
-        llm.settle()
-        assert llm.free_blocks == free
-        assert not llm.compressor.pool.protected
+    # seed 6 has two tokens at cake's cut whose scores differ by 5e-9, relatively
+    prompt, options = tokens(length, seed=8), {"blocks": 1 + 384 // BLOCK, "max_model_len": 656}
+    seen, _ = recorded(checkpoints_folder, config, prompt, answer, spans, **options)
     replay = InPieces(method, SHAPES[NAME], seen, length, AHEAD, window=8, bound=bound)
     replay.last, replay.inside = length + answer, 384 - PIECE - 32
     replay.protected = protected(spans)
@@ -137,10 +132,7 @@ def test_an_answer_to_a_short_prompt_keeps_its_spans(method, checkpoints_folder)
     """Nothing of the prompt was ever packed before."""
     prompt, answer, spans = 45, 150, ["0:6", "20:31"]
     config = settings(method, decode_budget=64, decode_interval=INTERVAL)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        seen = llm.record_attention()
-        llm.submit("r", tokens(prompt, seed=5), answer, extra_args={"kv_protect": spans})
-        llm.drain()
+    seen, _ = recorded(checkpoints_folder, config, tokens(prompt, seed=5), answer, spans)
     replay = Replay(method, SHAPES[NAME], seen)
     replay.protected = protected(spans)
     for position in range(prompt, prompt + answer - 1):
@@ -187,10 +179,8 @@ def test_where_most_of_a_prompt_is_protected_its_answer_is_bounded(checkpoints_f
     """Its prompt is left whole, and packed with its answer when that has grown."""
     prompt, answer, spans = 150, 150, ["3:90"]
     config = settings("cake", allow_override="cake", decode_budget=128, decode_interval=INTERVAL)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        seen, packed = llm.record_attention(), llm.watch_packing(lambda done: done.todo)
-        llm.submit("r", tokens(prompt, seed=6), answer, extra_args={"kv_protect": spans})
-        llm.drain()
+    # seed 5 has an output whose rounding is a little above the bound
+    seen, packed = recorded(checkpoints_folder, config, tokens(prompt, seed=6), answer, spans)
     assert packed == []
     replay = Replay("cake", SHAPES[NAME], seen, prompt, 128, answer)
     replay.protected = protected(spans)
@@ -207,12 +197,7 @@ def test_a_probe_shorter_than_the_window_leaves_it_behind_what_was_packed(
     method, length, answer, spans = "snapkv", 4 * PIECE + 12, 20, ["2:12", f"{4 * PIECE - 20}:390"]
     more = {"max_whole": 300, "piece": PIECE, "probe": probe, "window": 16}
     config = settings(method, 0.4, **more)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        seen = llm.record_attention()
-        llm.submit("r", tokens(length, seed=5), answer, extra_args={"kv_protect": spans})
-        llm.drain()
-        llm.settle()
-        assert not llm.compressor.pool.protected
+    seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     if probe < 16:
         replay = Prompt(method, SHAPES[NAME], seen, length, int(length * 0.4))
         replay.w, replay.inside = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
@@ -228,13 +213,10 @@ def test_an_answer_that_judges_a_prompt_right_behind_its_last_piece(rest, checkp
     length = 4 * PIECE + rest
     more = {"max_whole": 300, "piece": PIECE, "lookahead": 8}
     config = settings("cake-chunk", 0.4, **more)
-    with engine(make(NAME, checkpoints_folder), additional_config=config, **IN_CHUNKS) as llm:
-        packed = llm.watch_packing(lambda done: (done.todo.plan, done.todo.answered))
-        asked = {"kv_protect": ["0:20", f"{length - 9}:{length}"]}
-        assert len(llm.generate([tokens(length, seed=5)], 30, extra_args=asked)[0]) == 30
-    ((plan, answered),) = packed
-    assert answered >= 8
-    assert plan.settled >= 4 * PIECE - 8
+    spans = ["0:20", f"{length - 9}:{length}"]
+    _, (todo,) = recorded(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
+    assert todo.answered >= 8
+    assert todo.plan.settled >= 4 * PIECE - 8
 
 
 @first_runner

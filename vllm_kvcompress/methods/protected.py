@@ -8,6 +8,7 @@ prompt, and allocator and selector see those of the other tokens side by side.
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.methods.base import Selector
@@ -66,39 +67,38 @@ class Guarded:
             past: how many these are, in every row or ``[L]``.
             keep: ``[L]`` of these tokens, at least as many as are protected.
         """
-        rows = scores.shape[0]
-        found = torch.empty(*scores.shape[:2], most, dtype=torch.int32, device=scores.device)
+        (rows, heads, width), count = scores.shape, self.own.shape[2]
+        found = scores.new_empty(rows, heads, most, dtype=torch.int32)
         step = -(-rows // _TURNS)
         for start in range(0, rows, step):
             some = slice(start, start + step)
-            own = self if len(self.own) == 1 else Guarded(own=self.own[some])
+            part = self if len(self.own) == 1 else Guarded(own=self.own[some])
+            others = part.others(width).expand(*scores[some].shape[:2], -1)
+            free = _aligned(scores[some].gather(2, others))
             held = past if isinstance(past, int) else past[some]
-            found[some] = own._select(selector, scores[some], held, keep[some], after, most)
+            room = held - count, keep[some] - count, after, max(most - count, 0)
+            found[some] = part._beside(selector.select(free, *room), others)[..., :most]
         return found
 
-    def _select(
-        self,
-        selector: Selector,
-        scores: torch.Tensor,
-        past: int | torch.Tensor,
-        keep: torch.Tensor,
-        after: int,
-        most: int,
-    ) -> torch.Tensor:
-        shape, count = scores.shape[:2], self.own.shape[2]
-        others = self.others(scores.shape[2])
-        width = others.shape[2]
-        # a GPU loads four scores at once where rows are as wide
-        free = scores.new_empty(*shape, -(-width // 16) * 16)
-        free[..., :width] = scores.gather(2, others.expand(*shape, -1))
-        chosen = selector.select(free, past - count, keep - count, after, max(most - count, 0))
-        if width:
-            at = others.expand(*shape, -1).gather(2, chosen.clamp(min=0).long()).int()
-            at = at.where(chosen >= 0, _LAST)
+    def _beside(self, chosen: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """``[N, Hkv, G + n]`` int32 slots, ascending, -1 behind the last: these and some others.
+
+        Args:
+            chosen: ``[N, Hkv, n]`` int32 places among `others`, -1 behind the last.
+        """
+        if others.shape[2]:
+            at = others.gather(2, chosen.clamp(min=0).long()).int().where(chosen >= 0, _LAST)
         else:
             at = torch.full_like(chosen, _LAST)
-        both = torch.cat([at, self.own.expand(*shape, count)], dim=2).sort(dim=2).values
-        return both.where(both < _LAST, -1)[..., :most]
+        own = self.own.expand(*chosen.shape[:2], -1)
+        both = torch.cat([at, own], dim=2).sort(dim=2).values
+        return both.where(both < _LAST, -1)
+
+
+def _aligned(scores: torch.Tensor) -> torch.Tensor:
+    """The scores in rows of a multiple of 16, of which a GPU loads four at once."""
+    missing = -scores.shape[2] % 16
+    return pad(scores, (0, missing)) if missing else scores
 
 
 def places_among(kept: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
-from vllm_kvcompress.settings.protection import PROTECT
+from vllm_kvcompress.settings.protection import PROTECT, Protection, protection_of
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
@@ -52,6 +52,19 @@ def settings_for(
     if choice is not None or named is not None:
         return _override(settings, named, choice or _Choice())
     return settings if settings.enabled else None
+
+
+def protection_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | None) -> Protection:
+    """What of one request's prompt is protected, or is to be found in it.
+
+    Args:
+        settings: the engine's.
+        extra_args: the request's, with ``kv_protect`` if it asks for anything.
+
+    Raises:
+        OverrideError: it asks for something that it may not have, or that does not exist.
+    """
+    return protection_of(settings.protect, extra_args, free=bool(settings.allow_override))
 
 
 def refuse_taken(

@@ -10,8 +10,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.doctor.checks import Check
 from vllm_kvcompress.doctor.kept import KeptMap
 from vllm_kvcompress.doctor.probe_prompt import Limits
-from vllm_kvcompress.engine.diagnosis.asked import Asked
 from vllm_kvcompress.engine.diagnosis.recording import record, recorded, repacked
+from vllm_kvcompress.engine.diagnosis.trial_prompt import TrialPrompt
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans, token_count
 
@@ -39,7 +39,7 @@ class Outcome:
     repacked: list[int] = field(default_factory=list)
 
 
-def run(engine: LLMEngine, asked: Asked, limits: Limits, *, buckets: int) -> Outcome:
+def run(engine: LLMEngine, prompt: TrialPrompt, limits: Limits, *, buckets: int) -> Outcome:
     """Answer one prompt alone, and watch vLLM's own pool of blocks meanwhile.
 
     Args:
@@ -50,11 +50,11 @@ def run(engine: LLMEngine, asked: Asked, limits: Limits, *, buckets: int) -> Out
     scheduler, executor = core.scheduler, core.model_executor
     pool = scheduler.kv_cache_manager.block_pool
     before = executor.collective_rpc(_packed)
-    executor.collective_rpc(record, args=(buckets, dict(asked.parts)))
+    executor.collective_rpc(record, args=(buckets, dict(prompt.parts)))
     outcome = Outcome(free_before=pool.get_num_free_blocks())
     engine.add_request(
         "kvcompress-doctor",
-        asked.prompt,
+        prompt.rendered,
         SamplingParams(
             temperature=0,
             max_tokens=limits.answer,
@@ -66,7 +66,7 @@ def run(engine: LLMEngine, asked: Asked, limits: Limits, *, buckets: int) -> Out
         done = engine.step()
         outcome.answered = max([outcome.answered, *(len(o.outputs[0].token_ids) for o in done)])
         for request in scheduler.running:
-            if request.num_computed_tokens >= len(asked.ids):
+            if request.num_computed_tokens >= len(prompt.ids):
                 blocks = outcome.free_before - pool.get_num_free_blocks()
                 blocks -= scheduler.coordination.windowed_blocks_held(request.request_id)
                 outcome.blocks_held.append((request.num_computed_tokens, blocks))

@@ -13,8 +13,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.doctor.checks import Check, Failed, Tell, require
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.diagnosis import probe
-from vllm_kvcompress.engine.diagnosis.asked import asked_of
 from vllm_kvcompress.engine.diagnosis.installation import parser, sentence
+from vllm_kvcompress.engine.diagnosis.trial_prompt import prompt_of
 from vllm_kvcompress.engine.layers import groups_of, layers_together, stages_of
 from vllm_kvcompress.engine.messages.settings import active_settings, attach_settings
 from vllm_kvcompress.errors import ConfigError, KVCompressError
@@ -56,11 +56,11 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         require(tell, runner(engine, config))
         # vLLM may have chosen it while it started
         limits = dataclasses.replace(limits, block_size=config.cache_config.block_size)
-        asked = asked_of(engine, config, limits, spec)
-        limits = dataclasses.replace(limits, spans=asked.protected)
-        plan = _plan(limits, len(asked.ids))
+        prompt = prompt_of(engine, config, limits, spec)
+        limits = dataclasses.replace(limits, spans=prompt.protected)
+        plan = _plan(limits, len(prompt.ids))
         try:
-            outcome = probe.run(engine, asked, limits, buckets=spec["buckets"] or 1)
+            outcome = probe.run(engine, prompt, limits, buckets=spec["buckets"] or 1)
         except Exception as e:
             tell(Check(name="worker", ok=False, detail=f"the prompt failed: {sentence(e)}"))
             return None
@@ -72,7 +72,7 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         numbers = own.full if own.windowed else ()
         name = str(config.model_config.model)
         kept_map = probe.kept_map(
-            *(outcome, plan, limits, name), parts=asked.parts, numbers=numbers, stages=stages
+            *(outcome, plan, limits, name), parts=prompt.parts, numbers=numbers, stages=stages
         )
         return None if kept_map is None else kept_map.to_json()
     finally:

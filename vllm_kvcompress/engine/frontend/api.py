@@ -24,14 +24,14 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.chat_parts import wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
-from vllm_kvcompress.engine.frontend.protection import asked_of, protected_spans
+from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.overrides import protection_for, settings_for
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (
@@ -77,7 +77,7 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     with _refusing():
         settings_for(policy.settings, extra_args)
         if policy.settings is not None:
-            asked_of(policy.settings, extra_args)
+            protection_for(policy.settings, extra_args)
 
 
 @contextmanager
@@ -159,22 +159,24 @@ def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
         return None
     if settings is None or settings_for(settings, request.vllm_xargs) is None:
         return ()
-    return asked_of(settings, request.vllm_xargs).words
+    return protection_for(settings, request.vllm_xargs).words
 
 
-def _check_beams(processor: InputProcessor, request: Any) -> None:
+def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None:
     """Refuse beam search where its prompts may be packed and should have been protected.
 
     Each of its steps is a request by the engine's own settings for one token, which is left whole
-    unless it is packed piece by piece.
+    unless it is packed piece by piece. The operator's words concern chats alone.
 
     Raises:
         VLLMValidationError: it is refused.
     """
     settings = _policy(processor).settings
-    if settings is None or not settings.enabled or settings.max_whole is None:
+    beams = getattr(request, "use_beam_search", False)
+    if not beams or settings is None or not settings.enabled or settings.max_whole is None:
         return
-    if getattr(request, "use_beam_search", False) and asked_of(settings, request.vllm_xargs):
+    asked = protection_for(settings, request.vllm_xargs)
+    if asked.spans or asked.named or (chat and asked.words):
         with _refusing():
             raise OverrideError(
                 "invalid",
@@ -196,7 +198,7 @@ def _checking(answer: Any, *, chat: bool) -> Any:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
         check(processor, request.vllm_xargs)
-        _check_beams(processor, request)
+        _check_beams(processor, request, chat=chat)
         wanted.set(_words(processor, request) if chat else None)
         return await answer(self, request, *args, **kwargs)
 

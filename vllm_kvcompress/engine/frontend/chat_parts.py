@@ -7,8 +7,7 @@ time that its tokens take; the tokens are made once, with the places of their le
 """
 
 import functools
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -16,29 +15,29 @@ from typing import Any, NamedTuple
 
 from vllm.renderers.base import BaseRenderer
 
+from vllm_kvcompress.engine.frontend.renderings import (
+    STAND_IN,
+    Letters,
+    PartError,
+    Span,
+    Text,
+    beside_tool,
+    instead_of,
+)
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.methods.spans import Spans, joined
 from vllm_kvcompress.settings.protection import QUESTION, SYSTEM, TOOLS
 
 _INSTALLED = "_kvcompress_chat_parts"
 _KEY = "kvcompress_chat"
-_STAND_IN = "kvcompress0stands0here"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MOST_MESSAGES = 32
 """Messages of a part, at most: the chat is rendered once more for each."""
 _ENDS = 256
 """Tokens at either end of a question that are protected."""
 
-_Span = tuple[int, int]
-Text = str | list[int]
-"""What a template makes of a chat: text, or tokens where the renderer has its own tokenizer."""
-
 wanted: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_wanted", default=None)
 """The parts that the chat which this server is answering needs; None where it is no chat."""
-
-
-class PartError(ValueError):
-    """A part of a chat cannot be found; the message is half a sentence that says why."""
 
 
 class _Variant(NamedTuple):
@@ -66,7 +65,7 @@ class ChatParts:
     tokenizing: Any
     prompt: Mapping[str, Any]
     _found: dict[str, Spans | PartError] = field(default_factory=dict)
-    _letters: "_Letters | None" = None
+    _letters: "Letters | None" = None
 
     def spans(self, word: str) -> Spans:
         """The tokens of a part, or of a role's messages; none where the chat has no such part.
@@ -102,9 +101,9 @@ class ChatParts:
         self.messages, self.prompt = [], {}
 
     @contextmanager
-    def _noting(self, word: str) -> Iterator[list[_Span | None]]:
+    def _noting(self, word: str) -> Iterator[list[Span | None]]:
         """Note the spans that were found, or why none could be."""
-        found: list[_Span | None] = []
+        found: list[Span | None] = []
         try:
             yield found
         except PartError as e:
@@ -138,7 +137,7 @@ class ChatParts:
         kwargs = self.params.chat_template_kwargs
         if not (tools := kwargs.get("tools")):
             return
-        other = {"name": _STAND_IN, "description": _STAND_IN, "parameters": _NO_PARAMETERS}
+        other = {"name": STAND_IN, "description": STAND_IN, "parameters": _NO_PARAMETERS}
         one = [{"type": "function", "function": other}]
         for more in ([*one, *tools], [*tools, *one]):
             own = {**kwargs, "tools": more}
@@ -163,11 +162,11 @@ class ChatParts:
         message = self.messages[at]
         text = _text_of(message).strip()
         first, last = ("Q" if text[end] != "Q" else "Z" for end in (0, -1))
-        return {**message, "content": f"{first}{_STAND_IN}{last}"}
+        return {**message, "content": f"{first}{STAND_IN}{last}"}
 
     # -- where the part is ----------------------------------------------------------------------
 
-    def _span(self, word: str, variant: _Variant, made: Mapping[str, Any]) -> _Span | None:
+    def _span(self, word: str, variant: _Variant, made: Mapping[str, Any]) -> Span | None:
         """The tokens that a variant tells of; None where the template leaves the part out."""
         if self.prompt.get("type") != "token" or any(map(_has_more_than_text, self.messages)):
             raise PartError("its messages hold more than text")
@@ -178,15 +177,15 @@ class ChatParts:
         whole: Text = self.prompt[kind]
         other: Text = made[kind]
         if word != TOOLS:
-            found = _instead_of(whole, other)
+            found = instead_of(whole, other)
         else:
             names = _names_of(variant)
-            front = names[0] == _STAND_IN
-            found = _beside_tool(whole, other, names[1:] if front else names[:-1], front=front)
+            front = names[0] == STAND_IN
+            found = beside_tool(whole, other, names[1:] if front else names[:-1], front=front)
         if found is None or isinstance(whole, list):
             return found
         if self._letters is None:
-            self._letters = _Letters.of(self.prompt, self.renderer, self.tokenizing)
+            self._letters = Letters.of(self.prompt, self.renderer, self.tokenizing)
         return self._letters.tokens(*found)
 
 
@@ -198,43 +197,6 @@ def _rendering() -> Iterator[None]:
     except Exception as e:
         # Anything may go wrong in a template.
         raise PartError(f"the chat template takes no other in its place ({e})"[:200]) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Letters:
-    """First letter of each token, and the one behind its last: both ascending.
-
-    Args:
-        first: the number of the first token that is told; special ones before it have no letters.
-    """
-
-    starts: list[int]
-    stops: list[int]
-    first: int
-
-    @classmethod
-    def of(cls, prompt: Mapping[str, Any], renderer: Any, tokenizing: Any) -> "_Letters":
-        """Of a rendered prompt, as its tokenizer tells them.
-
-        Raises:
-            PartError: it does not.
-        """
-        offsets = prompt.get("prompt_token_offsets")
-        if not offsets:
-            asking = replace(tokenizing, return_token_offsets=True)
-            made = renderer.tokenize_prompt({"prompt": prompt["prompt"]}, asking)
-            offsets = made.get("prompt_token_offsets")
-            if not offsets or made["prompt_token_ids"] != prompt["prompt_token_ids"]:
-                raise PartError("its tokenizer does not tell which letters a token has")
-        places = [(int(start), int(stop)) for start, stop in offsets]
-        first = next((at for at, place in enumerate(places) if place != (0, 0)), 0)
-        told = [place for place in places[first:] if place != (0, 0)]
-        return cls([start for start, _ in told], [stop for _, stop in told], first)
-
-    def tokens(self, start: int, stop: int) -> _Span:
-        """The tokens that have any of these letters."""
-        own = bisect_right(self.stops, start), bisect_left(self.starts, stop)
-        return self.first + own[0], self.first + max(own)
 
 
 def _names_of(variant: _Variant) -> list[str]:
@@ -263,54 +225,7 @@ def _has_more_than_text(message: Any) -> bool:
     )
 
 
-def _in_common(a: Text, b: Text, *, most: int, backwards: bool = False) -> int:
-    """Letters or tokens that both begin with, or end with, at most `most`."""
-    low, high = 0, min(len(a), len(b), most)
-    while low < high:
-        count = (low + high + 1) // 2
-        same = a[len(a) - count :] == b[len(b) - count :] if backwards else a[:count] == b[:count]
-        low, high = (count, high) if same else (low, count - 1)
-    return low
-
-
-def _instead_of(whole: Text, other: Text) -> _Span | None:
-    """What of the chat a stand-in took the place of; None where the template leaves it out."""
-    if whole == other:
-        return None
-    start = _in_common(whole, other, most=len(whole))
-    behind = _in_common(whole, other, most=min(len(whole), len(other)) - start, backwards=True)
-    stop, there = len(whole) - behind, other[start : len(other) - behind]
-    whole_there = isinstance(there, list) or _STAND_IN in there
-    if start >= stop or not whole_there or len(there) > len(_STAND_IN) + 2:
-        raise PartError("the chat template changes other text with it")
-    return start, stop
-
-
-def _beside_tool(whole: Text, other: Text, names: Sequence[str], *, front: bool) -> _Span | None:
-    """All that stands behind one more tool that was put first, or before one that was put last.
-
-    So the one begins where the tools do, and the other ends there. None where the template leaves
-    tools out.
-
-    Args:
-        names: of the tools, each of which must be there.
-    """
-    if whole == other:
-        return None
-    first = _in_common(whole, other, most=len(whole))
-    last = _in_common(whole, other, most=len(whole), backwards=True)
-    tokens = isinstance(whole, list)
-    # a tool is put in between, and what was there stays; tokens merge where it is put in
-    if first + last < len(whole) - 4 * tokens:
-        raise PartError("the chat template writes them in more than one place")
-    start = max(len(whole) - last - tokens, 0) if front else 0
-    stop = len(whole) if front else min(first + tokens, len(whole))
-    if isinstance(whole, str) and not all(name in whole[start:stop] for name in names):
-        raise PartError("the chat template puts them in another order")
-    return start, stop
-
-
-def _ends(start: int, stop: int) -> Iterator[_Span]:
+def _ends(start: int, stop: int) -> Iterator[Span]:
     """A span, or its first and last tokens where it is longer than both."""
     if stop - start <= 2 * _ENDS:
         yield start, stop

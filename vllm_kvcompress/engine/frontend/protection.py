@@ -8,24 +8,16 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from vllm_kvcompress.engine.frontend.chat_parts import PartError, parts_of, wanted
+from vllm_kvcompress.engine.frontend.chat_parts import parts_of, wanted
+from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.engine.layers import layers_together
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.page_plan import mostly_protected
 from vllm_kvcompress.methods.spans import MOST_SPANS, Spans, count_before, joined, parse_spans
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
-from vllm_kvcompress.settings.protection import NONE, PROTECT, Protection, protection_of
-
-
-def asked_of(settings: CompressionConfig, extra_args: Mapping[str, Any] | None) -> Protection:
-    """What a request wants protected, by an engine's settings.
-
-    Raises:
-        OverrideError: it asks for something that does not exist, or that it may not have.
-    """
-    return protection_of(settings.protect, extra_args, free=bool(settings.allow_override))
+from vllm_kvcompress.settings.overrides import protection_for, settings_for
+from vllm_kvcompress.settings.protection import NONE, PROTECT, Protection
 
 
 def protected_spans(
@@ -46,7 +38,11 @@ def protected_spans(
         OverrideError: what is to be protected cannot be found, or is more than may be.
     """
     own = None if settings is None else settings_for(settings, params.extra_args)
-    if settings is None or own is None or not (asked := asked_of(settings, params.extra_args)):
+    if (
+        settings is None
+        or own is None
+        or not (asked := protection_for(settings, params.extra_args))
+    ):
         return ()
     given = prompt if isinstance(prompt, Mapping) else {}
     ids, rows = given.get("prompt_token_ids"), given.get("prompt_embeds")

@@ -11,8 +11,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.probe_prompt import Limits
-from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, PartError, parts_of
+from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, parts_of
 from vllm_kvcompress.engine.frontend.protection import protected_spans
+from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.spans import Spans
@@ -23,23 +24,25 @@ TEMPLATE = "template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrialPrompt:
     """One prompt.
 
     Args:
         ids: its tokens.
-        prompt: as the engine takes it.
+        rendered: as the engine takes it.
         protected: what of it is protected by the engine's settings.
         parts: of a chat, the tokens of each role's messages, of its tools and of the template.
     """
 
     ids: list[int]
-    prompt: Mapping[str, Any]
+    rendered: Mapping[str, Any]
     protected: Spans = ()
     parts: Mapping[str, Spans] = field(default_factory=dict)
 
 
-def asked_of(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]) -> Asked:
+def prompt_of(
+    engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[str, Any]
+) -> TrialPrompt:
     """The prompt that `spec` tells of.
 
     Raises:
@@ -47,7 +50,7 @@ def asked_of(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[s
     """
     if spec["chat"] is None:
         ids = _ids(engine, config, limits, spec)
-        return Asked(ids=ids, prompt={"prompt_token_ids": ids})
+        return TrialPrompt(ids=ids, rendered={"prompt_token_ids": ids})
     chat = spec["chat"]
     kwargs = {"add_generation_prompt": True, "tools": chat.get("tools"), "tokenize": False}
     renderer = engine.renderer
@@ -64,9 +67,9 @@ def asked_of(engine: LLMEngine, config: VllmConfig, limits: Limits, spec: dict[s
     settings = active_settings(config.additional_config)
     params = SamplingParams(max_tokens=limits.answer, extra_args=dict(limits.asks) or None)
     protected = protected_spans(config, settings, params, prompt)
-    return Asked(
+    return TrialPrompt(
         ids=ids,
-        prompt=prompt,
+        rendered=prompt,
         protected=protected,
         parts={} if parts is None else _by_role(parts, chat["messages"], len(ids)),
     )
