@@ -7,9 +7,9 @@ tools, and what it writes around them.
 import asyncio
 
 import pytest
-from vllm_kvcompress.engine.frontend.renderings import PartError
 
 from vllm_kvcompress.engine.frontend.chat_parts import ChatParts
+from vllm_kvcompress.engine.frontend.renderings import PartError
 
 CHATML = """
 {%- if tools %}<|im_start|>system
