@@ -24,7 +24,6 @@ from forks import FORKS
 from idling import wait_for
 from local_ray import DEVICE, local_ray
 from own_workers import workers_with
-from processor import AVX512
 from vllm_kvcompress.errors import SeamError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -173,10 +172,9 @@ def test_a_rank_that_could_not_pack_is_not_believed_by_the_others(on_two):
 
 def ended_with_the_rank(said: str) -> None:
     assert "a rank that could not compress a prompt must not go on" in said
-    # vLLM did not wait in vain, which takes it 300 s. Collectives run in shared memory where the
-    # processor has AVX-512, and its monitor sees the process end; elsewhere they run over a socket,
-    # and the other rank sees it close.
-    assert ("died unexpectedly" if AVX512 else "Connection closed by peer") in said
+    # The engine did not wait 300 s for the rank and then say that its call timed out. What it says
+    # instead is whatever notices first: its monitor of the processes, shared memory, or a socket.
+    assert "timed out" not in said
 
 
 # -- as Ray's actors -------------------------------------------------------------------------------
