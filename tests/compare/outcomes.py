@@ -18,5 +18,6 @@ def outcome(key: str = "k", cell: Cell | None = None, **figures) -> Outcome:
         method=cell.method,
         budget=cell.budget,
         protect=cell.protect,
+        lookahead=cell.lookahead,
         **{**usual, **figures},
     )

@@ -81,6 +81,7 @@ def test_whoever_is_named_is_a_method_as_any_other(asked, tmp_path):
         "method": "random",
         "budget": 0.2,
         "protect": "",
+        "lookahead": None,
     }
     assert [row[:3] for row in rows(report(tmp_path))] == [
         *(("random", 0.2, False), ("snapkv", 0.2, False), ("streamingllm", 0.2, True))

@@ -51,11 +51,49 @@ def test_it_finds_what_each_method_forgets(asked, tmp_path):
         "method": "cake",
         "budget": 0.2,
         "protect": "",
+        "lookahead": None,
     }
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "out" / "report.md").read_text()
     assert "**Run cake 0.2" in markdown
     assert "| snapkv | 0.2 | 10 of 10 | 20.0% | 0.500 (<= " in markdown
+
+
+def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake, tmp_path):
+    write_prompts(tmp_path / "mine.jsonl", range(2))
+    done = compare(
+        *("--url", fake.url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.2"),
+        *("--lookaheads", "0,32", "--protect", "tools, system", "--no-baselines", "--keep-text"),
+    )
+    assert "snapkv ahead 32" in done.out
+    # names take the lines that they need, and no figure is cut off
+    assert "…" not in done.out
+    assert "+ system, tools" in " ".join(done.out.split())
+    asked = [b["vllm_xargs"] for b in fake.prompts]
+    each = {"kv_compress": "snapkv", "kv_budget": 0.2}
+    ways = [
+        {**each, "kv_protect": parts, "kv_lookahead": tokens}
+        for tokens in (0, 32)
+        for parts in ("none", "system,tools")
+    ]
+    assert sorted(map(str, asked)) == sorted(map(str, [{"kv_compress": "off"}, *ways] * 2))
+    assert [
+        (c["lookahead"], c["protect"], c["asked"], c["compressed"])
+        for c in report(tmp_path)["cells"]
+    ] == [(way["kv_lookahead"], way["kv_protect"], 2, 2) for way in ways]
+    texts = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["cell"] for line in texts} == {
+        *("off", "snapkv ahead 0 0.2", "snapkv ahead 0 + system,tools 0.2"),
+        *("snapkv ahead 32 0.2", "snapkv ahead 32 + system,tools 0.2"),
+    }
+
+
+@pytest.mark.parametrize("typed", ["-1", "1.5", "0,many", "³", ","])
+def test_look_aheads_are_whole_numbers(asked, fake, typed):
+    done = asked("--lookaheads", typed)
+    assert done.status == 2
+    assert "--lookaheads must" in done.err
+    assert not fake.asked
 
 
 def test_none_within_is_status_1(asked):

@@ -15,6 +15,7 @@ from quantised import FLOAT8, as_cached, scaled, scales
 from test_added_pieces import ANSWER, BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
 from test_methods import LENGTHS, NEW, PROMPTS, pages_of, record, watch_selections
+from test_probes import PROBE, Guided
 from test_prompts_in_pieces import Prompt
 from test_prompts_in_pieces import piecewise as in_pieces
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
@@ -38,8 +39,9 @@ def quantise(replay, stored):
     for layer in range(replay.shape.layers):
         of_layer = scales(layer) if stored == "fp8" else (1.0, 1.0)
         for part, scale in zip("kv", of_layer, strict=True):
-            exact = torch.from_numpy(replay.parts[layer, part])
-            replay.parts[layer, part] = as_cached(exact, scale, dtype).numpy()
+            for parts in (replay.parts, *getattr(replay, "behind", {}).values()):
+                exact = torch.from_numpy(parts[layer, part])
+                parts[layer, part] = as_cached(exact, scale, dtype).numpy()
 
 
 @first_runner
@@ -58,12 +60,12 @@ METHODS = ["snapkv", "cake", "cake-chunk", "tova", "caote", "streamingllm"]
 @pytest.mark.parametrize("stored", FLOAT8)
 @pytest.mark.parametrize("method", METHODS[1:2] if V2 else METHODS)
 def test_every_token_reads_what_the_reference_holds(method, stored, models):
-    """A prompt in pieces: scored by what is cached, and read from there."""
+    """A prompt in pieces: scored by what is cached, of its probes too, and read from there."""
     length, answer, shape = 531, 40, SHAPES["llama-gqa"]
     with engine(
         models[stored],
         kv_cache_dtype=stored,
-        additional_config=in_pieces(method),
+        additional_config=in_pieces(method, **PROBE),
         max_num_seqs=4,
         max_model_len=1024,
         max_num_batched_tokens=70,
@@ -73,11 +75,11 @@ def test_every_token_reads_what_the_reference_holds(method, stored, models):
         llm.submit("r", tokens(length, seed=5), answer)
         llm.drain()
         assert llm.free_blocks == free
-    replay = Prompt(method, shape, seen, length, int(length * 0.4))
+    # what goes by positions needs no probe
+    by = Prompt if method == "streamingllm" else Guided
+    replay = by(method, shape, seen, length, int(length * 0.4))
     quantise(replay, stored)
-    for position in range(length + answer - 1):
-        replay.look(position)
-        replay.after(position + 1)
+    replay.to_the_end(length + answer)
     assert len(replay.packed_at) >= 3
 
 

@@ -45,6 +45,7 @@ class Request:
         arguments: further flags of ``vllm serve``, for a folder.
         methods, budgets, tasks: names and numbers with commas between them.
         protect: parts of a chat that each method is compared with and without; None for neither.
+        lookaheads: numbers with commas between them; None for what the server takes by itself.
         baselines: show beside the methods what they have to beat.
         length, count, question: of the tasks' prompts.
         max_tokens: of answers to prompts that do not say it.
@@ -63,6 +64,7 @@ class Request:
     methods: str
     budgets: str
     protect: str | None
+    lookaheads: str | None
     baselines: bool
     max_drop: float
     by: By | None
@@ -93,7 +95,7 @@ class Request:
 
     @property
     def cells(self) -> list[Cell]:
-        """Every method at every budget, as they were named.
+        """Every method at every budget, look-ahead and protection, as they were named.
 
         Raises:
             ConfigError: one is unknown, or budgets are of both kinds.
@@ -108,7 +110,14 @@ class Request:
                 " the smallest of both kinds is none"
             )
         ways = [""] if self.protect is None else [NONE, self._protected]
-        return [Cell(method=m, budget=b, protect=p) for m in methods for p in ways for b in budgets]
+        aheads = [None] if self.lookaheads is None else _whole_numbers(self.lookaheads)
+        return [
+            Cell(method=m, budget=b, protect=p, lookahead=a)
+            for m in methods
+            for a in aheads
+            for p in ways
+            for b in budgets
+        ]
 
     @property
     def _protected(self) -> str:
@@ -334,12 +343,18 @@ def _table(columns: Sequence[Column], report: Report) -> Table:
     table = Table(box=box.HORIZONTALS, header_style="bold", collapse_padding=True, pad_edge=False)
     # Intervals are in the report: a terminal has no room for them.
     rows = [[column.cell(s).partition(" [")[0] for column in columns] for s in report.summaries]
-    for number, column in enumerate(columns):
-        # Headings may take two lines. A figure or a name must not: cake-chunk is not cake.
+    names, *figures = columns
+    for row in rows:
+        # What is protected may be said in several lines.
+        row[0] = row[0].replace(",", ", ")
+    # A name must not be broken anywhere: cake-chunk is not cake.
+    table.add_column(
+        names.name, min_width=max(len(word) for row in rows for word in row[0].split())
+    )
+    for number, column in enumerate(figures, 1):
+        # Headings may take two lines, and a figure must not.
         parts = [*column.name.split(), *(row[number] for row in rows)]
-        table.add_column(
-            column.name, justify="left" if number == 0 else "right", width=max(map(len, parts))
-        )
+        table.add_column(column.name, justify="right", width=max(map(len, parts)))
     beside = False
     for summary, row in zip(report.summaries, rows, strict=True):
         if summary.baseline and not beside:
@@ -347,6 +362,16 @@ def _table(columns: Sequence[Column], report: Report) -> Table:
             beside = True
         table.add_row(*row, style="dim" if summary.baseline else None)
     return table
+
+
+def _whole_numbers(text: str) -> list[int]:
+    parts = _parts("--lookaheads", text)
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(
+            "--lookaheads must be whole numbers of an answer's tokens, 0 or more, with commas"
+            f" between them; got {text!r}"
+        )
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _parts(flag: str, text: str) -> list[str]:

@@ -48,6 +48,15 @@ Protect = Annotated[
         " question, or several with commas between them.",
     ),
 ]
+Lookaheads = Annotated[
+    str | None,
+    typer.Option(
+        "--lookaheads",
+        metavar="TOKENS",
+        help="Compare each method judged by so many tokens of the answer, with commas between"
+        " them; 0 packs at the prefill's end.",
+    ),
+]
 Baselines = Annotated[
     bool,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
-from vllm_kvcompress.settings.overrides import BUDGET, COMPRESS
+from vllm_kvcompress.settings.overrides import BUDGET, COMPRESS, LOOKAHEAD
 from vllm_kvcompress.settings.protection import NONE, PROTECT
 
 _WAITS_S = (0.5, 2.0, 8.0)
@@ -28,11 +28,14 @@ class Cell:
         budget: a ratio or tokens per layer, as it is asked for; None with "off" alone.
         protect: what of the prompt is kept in any case, as it is asked for; empty for what the
             server protects by itself.
+        lookahead: tokens of the answer that judge the prompt, as it is asked for; None for as many
+            as the server takes by itself.
     """
 
     method: str
     budget: float | int | None = None
     protect: str = ""
+    lookahead: int | None = None
 
     @property
     def xargs(self) -> dict[str, Any]:
@@ -42,12 +45,16 @@ class Cell:
             asked[BUDGET] = self.budget
         if self.protect:
             asked[PROTECT] = self.protect
+        if self.lookahead is not None:
+            asked[LOOKAHEAD] = self.lookahead
         return asked
 
     @property
     def name(self) -> str:
-        """The method, and what it protects."""
-        return f"{self.method} + {self.protect}" if self.protect not in ("", NONE) else self.method
+        """The method, its look-ahead, and what it protects."""
+        ahead = "" if self.lookahead is None else f" ahead {self.lookahead}"
+        protected = f" + {self.protect}" if self.protect not in ("", NONE) else ""
+        return f"{self.method}{ahead}{protected}"
 
     def __str__(self) -> str:
         return self.name if self.budget is None else f"{self.name} {self.budget}"

@@ -30,6 +30,7 @@ class Outcome:
         key: the prompt's (`prompts.keys`).
         task, group: the prompt's; None is a group of its own.
         protect: what was protected, as it was asked for; empty for what the server does by itself.
+        lookahead: tokens of the answer that judge the prompt, as it was asked for; None likewise.
         kept_tokens: mean of the layers; None where the server said nothing of it.
         exact, shared, similarity: of the two answers (`measures.Agreement`).
         length, full_length: of the answers, in the unit of `shared`.
@@ -51,6 +52,7 @@ class Outcome:
     method: str
     budget: int | float | None
     protect: str
+    lookahead: Count | None
     prompt_tokens: Count
     kept_tokens: Amount | None
     exact: bool
@@ -74,7 +76,12 @@ class Outcome:
 
     @property
     def cell(self) -> Cell:
-        return Cell(method=self.method, budget=self.budget, protect=self.protect)
+        return Cell(
+            method=self.method,
+            budget=self.budget,
+            protect=self.protect,
+            lookahead=self.lookahead,
+        )
 
     @property
     def drawn_with(self) -> str:
@@ -109,6 +116,7 @@ class Outcome:
             method=cell.method,
             budget=cell.budget,
             protect=cell.protect,
+            lookahead=cell.lookahead,
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if other.kept_tokens is None else float(other.kept_tokens),
             exact=found.exact,

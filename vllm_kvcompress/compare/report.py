@@ -85,7 +85,8 @@ def _milliseconds(full: float | None, other: float | None) -> str:
 _ANSWERS = (
     Column(
         name="method",
-        meaning="What chooses the tokens, and behind a + what is protected.",
+        meaning="What chooses the tokens, behind `ahead` how many tokens of the answer judge it,"
+        " and behind a + what is protected.",
         cell=lambda s: s.cell.name,
     ),
     Column(

@@ -23,7 +23,8 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
     Args:
         model: the model's folder.
         arguments: further flags of ``vllm serve``; they win over ours.
-        cells: the methods and budgets that requests may ask for, at least one with a budget.
+        cells: the methods, budgets and look-aheads that requests may ask for, at least one with a
+            budget.
         log: the file that takes what the server prints.
 
     Raises:
@@ -38,9 +39,11 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
         ) from None
     budgets = [cell.budget for cell in cells if cell.budget is not None]
     methods = dict.fromkeys(cell.method for cell in cells)
+    ahead = max((cell.lookahead for cell in cells if cell.lookahead is not None), default=None)
     flags = [
         *("--kv-compress", "off", "--kv-allow-override", ",".join(["off", *methods])),
         *("--kv-budget-bounds", f"{min(budgets)}:{max(budgets)}", "--kv-usage"),
+        *([] if ahead is None else ["--kv-lookahead", str(ahead)]),
         *arguments,
     ]
     # On a CPU, vLLM would take half of the machine's memory.

@@ -68,6 +68,7 @@ class Summary:
     method: str
     budget: float | int
     protect: str
+    lookahead: int | None
     asked: int
     compressed: int | None
     kept: float | None
@@ -93,7 +94,12 @@ class Summary:
 
     @property
     def cell(self) -> Cell:
-        return Cell(method=self.method, budget=self.budget, protect=self.protect)
+        return Cell(
+            method=self.method,
+            budget=self.budget,
+            protect=self.protect,
+            lookahead=self.lookahead,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +235,7 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         method=cell.method,
         budget=cell.budget,
         protect=cell.protect,
+        lookahead=cell.lookahead,
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,
