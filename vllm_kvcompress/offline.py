@@ -83,8 +83,9 @@ def compress(
             key, as gpt-oss has them. None without.
         protect: spans of the prompt's tokens, ``[[first, behind the last], ...]``, that every layer
             and head keeps, and that take in no dropped token. They count in the budget; one that
-            cannot hold them and the window is raised to that and a page more in every layer. A
-            prompt of which more than half is protected comes back whole.
+            cannot hold them, and half as many of the other tokens as it would keep of them, is
+            raised to that: a larger `budget` leaves the others more. A prompt of which more than
+            half is protected comes back whole.
 
     Raises:
         ConfigError: `policy`, `budget` or `protect` is wrong.

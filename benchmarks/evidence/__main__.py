@@ -9,6 +9,7 @@ again goes on where it stopped.
 
 A method with a look-ahead, `ahead={"compress": "cake-chunk", "lookahead": 32}`, packs the prompt
 with the full cache's own first tokens behind it. What ends before is left whole (`packed`).
+`kept={"compress": "cake-chunk", "protect": "system,tools"}` protects these parts of each chat.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 from benchmarks.evidence.answers import Answer, Compared, compare, full_answer
 from benchmarks.evidence.cells import FULL, lines
 from benchmarks.evidence.kept import Kept, Scored, settings_of
+from benchmarks.evidence.parts import parts_of
 from benchmarks.evidence.reader import Prompt, Reader
 from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
@@ -288,6 +290,8 @@ def measure(
     if item.known and not right:
         return out
     own_answers = own_answers or item.known
+    protects = any(settings_of(raw, 0.5).protect for raw in methods.values())
+    parts = parts_of(reader.tokenizer, item, prompt.ids) if protects else {}
     for answered, pairs in by_lookahead(todo, methods).items():
         after = full.after(answered)
         if after is None:
@@ -295,7 +299,7 @@ def measure(
             whole, told = untouched(full), own_answers
             out += [line_of(item, full, whole, *pair, packed=False, told=told) for pair in pairs]
             continue
-        scored = Scored(after, answered=answered)
+        scored = Scored(after, answered=answered, parts=parts)
         for start in range(0, len(pairs), ROWS):
             batch = pairs[start : start + ROWS]
             kept: list[Kept] = []

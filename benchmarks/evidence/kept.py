@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm_kvcompress.methods.attention import apart
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.method import Method, Observed
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.spans import Spans, joined
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -41,10 +43,19 @@ class Scored:
             answer's first tokens, whose queries judge it.
         block_size: tokens of a page.
         answered: tokens at its end that are the answer's.
+        parts: the tokens of each part of the prompt that settings may protect.
     """
 
-    def __init__(self, prompt: Prompt, block_size: int = BLOCK, *, answered: int = 0) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        block_size: int = BLOCK,
+        *,
+        answered: int = 0,
+        parts: Mapping[str, Spans] = MappingProxyType({}),
+    ) -> None:
         self.prompt = prompt
+        self.parts = parts
         self.answered = answered
         self.layers = prompt.full_layers
         self.block_size = block_size
@@ -139,6 +150,7 @@ class Scored:
             prompt=tokens - self.answered,
             last=tokens + 2,
             prefilled=tokens - self.answered,
+            spans=joined(span for word in settings.protect for span in self.parts.get(word, ())),
         )
         assert ahead.due == tokens
         assert lookahead_window(settings) <= LONGEST_WINDOW, "so many queries were not kept"
@@ -161,7 +173,7 @@ class Scored:
         for row, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
             kept = chosen[row, :, :count].long()
             if method.merge:
-                keys[layer], values[layer] = self._merged(row, kept, method)
+                keys[layer], values[layer] = self._merged(row, kept, method, plan)
             else:
                 index = kept[..., None].expand(-1, -1, keys[layer].shape[-1])
                 keys[layer] = keys[layer].gather(1, index)
@@ -172,9 +184,10 @@ class Scored:
         return zip(cache, self.prompt.spans, strict=True)
 
     def _merged(
-        self, row: int, kept: torch.Tensor, method: Method
+        self, row: int, kept: torch.Tensor, method: Method, plan: PagePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[Hkv, n, D]`` at positions `kept`, with the others folded in."""
+        assert not plan.spans, "a method that merges is measured without protection"
         place, count = self.places[row], kept.shape[1]
         merged = merge_evicted(
             place.key_pages,

@@ -184,12 +184,25 @@ def encode(
 ) -> list[int]:
     """The prompt's tokens; a last message of the assistant is gone on with.
 
-    Where that is the only one, it is plain text. Arguments of calls are JSON in a text, and
-    templates take them as objects, as vLLM hands them out too.
+    Where that is the only one, it is plain text.
     """
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         plain: list[int] = tokenizer.encode(messages[0]["content"])
         return plain
+    ids: list[int] = tokenizer.encode(
+        rendered(tokenizer, messages, tools), add_special_tokens=False
+    )
+    return ids
+
+
+def rendered(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """What the model's template makes of a chat; a last message of the assistant is gone on with.
+
+    Arguments of calls are JSON in a text, and templates take them as objects, as vLLM hands them
+    out too.
+    """
     if not tokenizer.chat_template:
         raise SystemExit(
             "a chat needs a model with a chat template, and this one has none; give another"
@@ -202,9 +215,7 @@ def encode(
         tokenize=False,
         add_generation_prompt=True,
     )
-    text += messages[-1]["content"] if begun else ""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+    return text + (messages[-1]["content"] if begun else "")
 
 
 def _opened(message: Message) -> dict[str, Any]:

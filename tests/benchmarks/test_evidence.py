@@ -115,16 +115,19 @@ def test_rows_answer_as_the_engine_does(reader, folder, prompt):
     """Every preset and budget in one batch, against requests that the engine compresses alone."""
     asked = [(preset, budget) for preset in PRESETS for budget in (0.6, 0.3, 0.15)]
     allowed = {"kvcompress": {"compress": "off", "allow_override": "all", "min_prompt": 128}}
-    allowed["kvcompress"]["lookahead"] = 0
+    allowed["kvcompress"] |= {"lookahead": 0, "protect": "system"}
+    guarded = ["cake", "snapkv"]
+    asks = [{"kv_compress": preset, "kv_budget": budget} for preset, budget in asked]
+    asks += [{"kv_compress": preset, "kv_budget": 0.2, "kv_protect": "5:40"} for preset in guarded]
     with engine(folder, additional_config=allowed, enable_prefix_caching=False) as llm:
-        theirs = [
-            llm.generate([IDS], NEW, extra_args={"kv_compress": preset, "kv_budget": budget})[0]
-            for preset, budget in asked
-        ]
-        assert llm.compressor.compressed == len(asked)
+        theirs = [llm.generate([IDS], NEW, extra_args=each)[0] for each in asks]
+        assert llm.compressor.compressed == len(asks)
     full = full_answer(reader, NOTHING_ASKED, prompt)
-    scored = Scored(prompt, BLOCK)
+    scored = Scored(prompt, BLOCK, parts={"system": ((5, 40),)})
     kept = [scored.keep(settings_of(at_once(preset), budget)) for preset, budget in asked]
+    for preset in guarded:
+        raw = json.dumps({"compress": preset, "lookahead": 0, "protect": "system"})
+        kept.append(scored.keep(settings_of(raw, 0.2)))
     mine = compare(reader, NOTHING_ASKED, prompt, kept, full)
     assert [each.tokens for each in mine] == theirs
     assert len({tuple(each.tokens) for each in mine}) > 5  # or nothing was told apart

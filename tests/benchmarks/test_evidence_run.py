@@ -8,9 +8,12 @@ import pytest
 from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence import report
 from benchmarks.evidence.cells import read
+from benchmarks.evidence.parts import parts_of
+from benchmarks.evidence.reader import Reader
 from benchmarks.evidence.texts import text_items
 from benchmarks.evidence.variants import AT_ONCE, VARIANTS
 from checkpoints import talking
+from vllm_kvcompress.compare.tasks import build_items
 from vllm_kvcompress.methods.presets import PRESETS, RECOMMENDED
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -57,6 +60,40 @@ def test_tables_and_picture_of_a_run(model, tmp_path):
     packed = tmp_path / "results.jsonl.xz"
     packed.write_bytes(lzma.compress(out.read_bytes()))
     assert read([out, packed]) == read([out])
+
+
+@pytest.mark.parametrize("task", ["secret", "tool-call"])
+def test_parts_are_found_as_a_server_finds_them(model, task):
+    reader = Reader(model)
+    (item,) = build_items(
+        [task], count=1, tokens=900, seed=0, question="last", count_tokens=reader.count_tokens,
+        questions_per_text=1,
+    )  # fmt: skip
+    ids = reader.encode(item.messages, item.tools)
+    parts = parts_of(reader.tokenizer, item, ids)
+    said = {
+        word: "".join(reader.tokenizer.decode(ids[start:stop]) for start, stop in spans)
+        for word, spans in parts.items()
+    }
+    for word, role in (("system", "system"), ("question", "user")):
+        texts = [each["content"] for each in item.messages if each["role"] == role]
+        # of a long question its ends
+        ends = [text.strip()[:60] for text in texts[-1:]] + [text[-60:] for text in texts[-1:]]
+        assert all(end.strip() in said[word] for end in ends) if texts else not said[word]
+    # the demo's template has no place for tools
+    assert not said["tools"]
+
+
+def test_what_is_protected_is_kept_beside_the_others_share(model, tmp_path):
+    out = tmp_path / "results.jsonl"
+    protected = '{"compress": "snapkv", "protect": "system"}'
+    asked = ["--model", model, "--tasks", "instructions", "--tokens", "400", "--count", "1"]
+    asked += ["--methods", "snapkv", f"kept={protected}", "--budgets", "0.3", "--threads", "1"]
+    evidence.main([*asked, "--out", str(out)])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    plain, kept = (line for line in lines if line["method"] != "full")
+    assert (plain["method"], kept["method"]) == ("snapkv", "kept")
+    assert plain["kept"] + 0.1 < kept["kept"] < 0.6
 
 
 def test_ordinary_requests_with_and_without_a_look_ahead(model, tmp_path):

@@ -1,6 +1,8 @@
 """A look-ahead changes which tokens are kept, and when, but not how many."""
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,11 +68,14 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
     size=st.sampled_from([1, 16, 32]),
     budget=st.floats(0.01, 1.0) | st.integers(60, 2000),
     edges=st.lists(st.integers(0, 3000), max_size=6, unique=True),
+    protect=st.sampled_from(["none", "system"]),
 )
-def test_what_is_protected_is_in_the_budget_or_raises_it(prompt, m, layers, size, budget, edges):
-    """To what must stand and a page more in each layer; it is packed at the same moment."""
+def test_what_is_protected_is_in_the_budget_or_raises_it(
+    prompt, m, layers, size, budget, edges, protect
+):
+    """To what stands and the share of others, or half of it; it is packed at the same moment."""
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
-    own = CompressionConfig.parse(raw)
+    own = CompressionConfig.parse(raw | {"protect": protect})
     inside = sorted(edge for edge in edges if edge <= prompt)
     spans = tuple(zip(inside[::2], inside[1::2], strict=False))
     ahead = lookahead_of(own, layers, size, prompt, m + 100)
@@ -83,10 +88,11 @@ def test_what_is_protected_is_in_the_budget_or_raises_it(prompt, m, layers, size
     assert plan.guarded == count_before(spans, tokens - max(plan.window, tokens % size))
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
     if plan.raised:
-        assert plan.pages == layers * (plan.floor_pages + 1)
-        assert without.pages < layers * plan.floor_pages
+        assert plan.pages == least(ahead, spans, tokens)
+        assert without is None or without.pages < plan.pages
     else:
         assert plan.pages == without.pages
+        assert not spans or plan.pages >= least(ahead, spans, tokens) or not plan.guarded
     prompt_seen = plan.prompt
     assert prompt_seen.base >= 0
     assert prompt_seen.past_total + layers * prompt_seen.standing <= plan.pages * size + layers * (
@@ -95,11 +101,15 @@ def test_what_is_protected_is_in_the_budget_or_raises_it(prompt, m, layers, size
 
 
 def least(ahead, spans, tokens):
-    """Pages of what must stand, and one more in each layer."""
+    """Pages of what must stand and one more in each layer, or of others' share of the budget."""
     size, window = ahead.block_size, ahead.window(tokens)
-    tail = tokens % size
+    tail, own = tokens % size, ahead.settings.prompt(ahead.num_layers, ahead.prompt)
     guarded = count_before(spans, tokens - max(window, tail))
-    return ahead.num_layers * (-(-(max(window - tail, 0) + guarded) // size) + 1)
+    standing = -(-(max(window - tail, 0) + guarded) // size) + 1
+    budget = own.budget + ahead.answered(tokens)
+    share = Fraction(budget * (tokens - guarded), tokens)
+    others = math.ceil(share if ahead.settings.protect else share / 2)
+    return ahead.num_layers * max(standing, -(-(guarded + others - tail) // size))
 
 
 @given(

@@ -11,6 +11,7 @@ from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.memory import Sizes, _most_pages
 from vllm_kvcompress.planning.obstacles import why_no_room_for_probe
 from vllm_kvcompress.planning.pieces import pieces_of
+from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import judging_ends, probe_tokens
@@ -126,6 +127,39 @@ def test_room_is_set_aside_for_all_that_is_held(case):
         pieces = pieces_of(own, layers, size, tokens) if 0 < tokens <= longest else None
         if pieces is not None:
             assert pieces.held_pages <= most
+
+
+@prop
+@given(
+    longest=st.integers(2, 3000),
+    layers=st.integers(1, 8),
+    size=st.sampled_from([1, 16, 128]),
+    budget=st.floats(0.01, 0.99) | st.integers(40, 2000),
+    lookahead=st.sampled_from([0, 32]),
+    protected=st.integers(0, 1500),
+)
+def test_room_is_set_aside_for_what_is_protected(
+    longest, layers, size, budget, lookahead, protected
+):
+    """Of every prompt up to the longest, whatever its budget is raised to."""
+    own = CompressionConfig.parse(
+        {"compress": "snapkv", "budget": budget, "protect": "system", "lookahead": lookahead}
+        | {"min_prompt": 0}
+    )
+    sizes = Sizes(
+        layers=layers, heads=1, kv_heads=1, head_dim=1, itemsize=1, longest=longest,
+        block_size=size, max_requests=1,
+    )  # fmt: skip
+    most = _most_pages(sizes, own, own)
+    for tokens in {1, longest // 2, longest - lookahead - 1, longest - lookahead}:
+        if tokens < 1:
+            continue
+        ahead = LookAhead(
+            settings=own, num_layers=layers, block_size=size, prompt=tokens, last=longest + 2,
+            prefilled=tokens, spans=((0, min(protected, tokens)),) if protected else (),
+        )  # fmt: skip
+        plan = ahead.kept(Holding(num_layers=layers, block_size=size), tokens + lookahead)
+        assert plan is None or plan.pages <= most
 
 
 def test_a_step_needs_room_for_a_token_of_each_request_and_a_probe():

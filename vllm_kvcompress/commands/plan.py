@@ -18,6 +18,7 @@ from vllm_kvcompress.planning.model_traits import plain_cache, traits_of
 from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import judging_ends
+from vllm_kvcompress.settings.protection import WORDS
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -149,7 +150,11 @@ def ask(options: PlanOptions) -> Answer:
 
 
 def _checked_settings(options: PlanOptions) -> CompressionConfig:
-    settings = CompressionConfig.parse(with_method(options.settings))
+    given = with_method(options.settings)
+    if options.protected:
+        # by the operator, unless the settings say otherwise
+        given = {"protect": WORDS, **given}
+    settings = CompressionConfig.parse(given)
     if not settings.active:
         raise ConfigError(
             f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"

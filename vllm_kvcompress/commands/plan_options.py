@@ -25,7 +25,7 @@ class PlanOptions:
             "--protected",
             metavar="TOKENS",
             min=0,
-            help="Tokens of the prompt that are protected, by --kv-protect or by the request.",
+            help="Tokens of the prompt that are protected, by --kv-protect.",
         ),
     ] = 0
     min_prompt: kv_flags.MinPrompt = None

@@ -117,16 +117,18 @@ def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
     return max((kept - layers * tail) // block_size, layers * floor)
 
 
-def page_plan(prompt: Prompt, block_size: int, spans: Spans = ()) -> PagePlan | None:
+def page_plan(
+    prompt: Prompt, block_size: int, spans: Spans = (), *, full_share: bool = False
+) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
     ``P = floor(L * (B - t) / block_size)``; at least the window's pages, or one where nothing
     else would be left, and at most all pages. Pages of one token hold `prompt.kept` exactly.
 
     Args:
-        spans: what of the prompt is protected. A budget that cannot hold it and the window is
-            raised to that and a page more in every layer; a prompt of which more than half is
-            protected is left whole.
+        spans: what of the prompt is protected. A budget that cannot hold it beside others is
+            raised to that; a prompt of which more than half is protected is left whole.
+        full_share: as in `with_room_for_protected`.
     """
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
@@ -143,23 +145,43 @@ def page_plan(prompt: Prompt, block_size: int, spans: Spans = ()) -> PagePlan | 
         total=prompt.total,
         spans=spans,
     )
-    plan = with_room_for_protected(plan)
+    plan = with_room_for_protected(plan, full_share=full_share)
     return plan if plan.pages < layers * full else None
 
 
-def with_room_for_protected(plan: PagePlan, most: int | None = None) -> PagePlan:
-    """The plan, or where its budget cannot hold what is protected, one for that and a page more.
+def with_room_for_protected(
+    plan: PagePlan, most: int | None = None, *, full_share: bool
+) -> PagePlan:
+    """The plan, or where its budget cannot hold what is protected beside others, one that does.
+
+    Others are at least the window and a page. With no more, tools that were kept whole took the
+    place of everything else, and the right one was named less often than without protection
+    (docs/measurements.md).
 
     Args:
         most: pages that there are over all layers; None where these are more.
+        full_share: others are as many as the budget would keep of them; else half as many.
     """
-    if plan.pages >= plan.num_layers * plan.floor_pages:
+    if not plan.guarded:
         return plan
-    pages = plan.num_layers * (plan.floor_pages + 1)
+    length = plan.tokens if plan.computed is None else plan.computed
+    with_others = plan.guarded + others_beside(
+        plan.budget, length, plan.guarded, full_share=full_share
+    )
+    least = max(plan.floor_pages + 1, -(-(with_others - plan.tail) // plan.block_size))
+    if plan.pages >= plan.num_layers * least:
+        return plan
+    pages = plan.num_layers * least
     if most is not None:
         pages = min(pages, most)
     budget = pages // plan.num_layers * plan.block_size + plan.tail
     return replace(plan, pages=pages, budget=budget, total=None, raised=True)
+
+
+def others_beside(budget: int, tokens: int, protected: int, *, full_share: bool) -> int:
+    """Tokens that a layer keeps of a prompt's others, at least: the budget's share, or half."""
+    share = budget * (tokens - protected)
+    return -(-share // (tokens if full_share else 2 * tokens))
 
 
 def mostly_protected(spans: Spans, tokens: int) -> bool:

@@ -285,9 +285,10 @@ def _staged(sizes: Sizes, settings: CompressionConfig, longest: int, blocks: int
     return largest
 
 
-def _protecting(sizes: Sizes, window: int) -> int:
-    """Pages that a budget is raised to at most: half of a prompt, the window, and a page more."""
-    return sizes.layers * ((sizes.longest // 2 + window) // sizes.block_size + 2)
+def _protecting(sizes: Sizes, window: int, budget: int) -> int:
+    """Pages that a budget is raised to at most: half of a prompt, and its share of the other."""
+    beside = max(window + sizes.block_size, -(-min(budget, sizes.longest) // 2))
+    return sizes.layers * ((sizes.longest // 2 + beside) // sizes.block_size + 2)
 
 
 def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionConfig) -> int:
@@ -306,6 +307,8 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
             return otherwise
         # at a boundary inside there is no tail, whose tokens the others' pages keep
         kept = pages_kept(prompt, 0, sizes.block_size) if piecewise else plan.pages
+        if settings.protect and not piecewise:
+            kept = max(kept, _protecting(sizes, lookahead_window(variant), prompt.budget))
         return min(kept + ahead, every)
 
     piecewise = settings.max_whole is not None and sizes.longest > settings.max_whole
@@ -316,8 +319,6 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
     page_counts = [pages(budget, 0) for budget in budgets.granted]
     # where a budget keeps everything, one a little below it compresses
     page_counts += [pages(budget, every) for budget in budgets.named]
-    if settings.protect and not piecewise:
-        page_counts.append(min(_protecting(sizes, lookahead_window(variant)) + ahead, every))
     if settings.max_whole is not None and piecewise:
         # a prompt without tokens has no probe
         held = (settings.max_whole - settings.piece) // sizes.block_size

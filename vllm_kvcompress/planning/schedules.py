@@ -151,7 +151,7 @@ class LookAhead:
             total=None if total is None else total + layers * answered,
         )
         if not holding.pages:
-            plan = page_plan(prompt, size, self.spans)
+            plan = page_plan(prompt, size, self.spans, full_share=self.settings.full_share)
         else:
             blocks, tail = divmod(tokens, size)
             plan = PagePlan(
@@ -165,7 +165,9 @@ class LookAhead:
                 spans=self.spans,
                 computed=tokens,
             )
-            plan = with_room_for_protected(plan, holding.pages_at(blocks))
+            plan = with_room_for_protected(
+                plan, holding.pages_at(blocks), full_share=self.settings.full_share
+            )
         if plan is None:
             return None
         by_answer = answered > 0 and tokens >= self.due

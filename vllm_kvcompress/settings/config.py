@@ -368,8 +368,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         """
         if isinstance(self.budget, int):
             return self.budget
-        share = Fraction(repr(self.budget)) * tokens
-        return max(math.floor(share), self.resolved_window + 1)
+        return max(math.floor(Fraction(repr(self.budget)) * tokens), self.resolved_window + 1)
 
     def page_plan(
         self, num_layers: int, tokens: int, block_size: int, spans: Spans = ()
@@ -377,7 +376,8 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         """The plan for a prompt; None if it is shorter than `min_prompt`, or nothing is dropped."""
         if tokens < max(self.min_prompt, 1):
             return None
-        return page_plan(self.prompt(num_layers, tokens), block_size, spans)
+        own = self.prompt(num_layers, tokens)
+        return page_plan(own, block_size, spans, full_share=self.full_share)
 
     def prompt(self, num_layers: int, tokens: int) -> Prompt:
         total = None

@@ -33,6 +33,14 @@ class ProtectSettings(BaseModel):
     """Parts of a chat that every layer keeps: `system` (and developer) messages, `tools`, and the
     `question`, which is the last message of the user, or its first and last 256 tokens."""
 
+    @property
+    def full_share(self) -> bool:
+        """Whether the other tokens keep all of their share of the budget: the operator protects.
+
+        Where a request alone does, they keep at least half of it.
+        """
+        return bool(self.protect)
+
     @field_validator("protect", mode="before")
     @classmethod
     def _words(cls, value: Any) -> tuple[str, ...]:

@@ -145,7 +145,11 @@ class _Limits:
         self._refuse_between_pieces(spans, protected)
         if spans == granted:
             return
-        needed, most = self._needed(spans), max(self._most, self._needed(granted))
+        # What it adds must fit beside half of the others' share, also where the operator's parts
+        # leave them all of it: that is then added for its own spans too.
+        alone = self.own.model_copy(update={"protect": ()})
+        needed = self._needed(alone, spans)
+        most = max(self._most, self._needed(self.own, granted))
         if needed > most:
             raise OverrideError(
                 "out_of_bounds",
@@ -184,9 +188,9 @@ class _Limits:
                 " operator for a longer --kv-max-whole",
             )
 
-    def _needed(self, spans: Spans) -> int:
+    def _needed(self, own: CompressionConfig, spans: Spans) -> int:
         """The budget that some spans raise the request's own to; its own where they do not."""
-        plan = self.own.page_plan(self._layers, self.tokens, self._block_size, spans)
+        plan = own.page_plan(self._layers, self.tokens, self._block_size, spans)
         if plan is not None:
             return plan.budget if plan.raised else self.own.tokens_per_layer(self.tokens)
         short = self.tokens < self.own.min_prompt  # and left whole, whatever is protected

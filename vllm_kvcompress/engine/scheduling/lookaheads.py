@@ -315,7 +315,7 @@ def _most_kept(lookahead: LookAhead) -> int:
     """Blocks that no packing of a prompt to its budget exceeds, if it is no later than due."""
     tokens = lookahead.settings.prompt(lookahead.num_layers, lookahead.prompt).budget
     if protected := count_before(lookahead.spans, lookahead.prompt):
-        # a budget that cannot hold it is raised, to a page more than that
-        least = protected + lookahead_window(lookahead.settings) + lookahead.block_size
-        tokens = max(tokens, least)
+        # a budget that cannot hold it is raised, to hold others beside it
+        others = lookahead_window(lookahead.settings) + lookahead.block_size
+        tokens = protected + max(others, tokens)
     return -(-(tokens + lookahead.settings.resolved_lookahead) // lookahead.block_size) + 2
