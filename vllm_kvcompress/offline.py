@@ -83,9 +83,9 @@ def compress(
             key, as gpt-oss has them. None without.
         protect: spans of the prompt's tokens, ``[[first, behind the last], ...]``, that every layer
             and head keeps, and that take in no dropped token. They count in the budget; one that
-            cannot hold them, and half as many of the other tokens as it would keep of them, is
-            raised to that: a larger `budget` leaves the others more. A prompt of which more than
-            half is protected comes back whole.
+            would leave the others less than half of it is raised; with `protect` among the
+            settings, so that they keep all of their share. A prompt of which more than half is
+            protected comes back whole.
 
     Raises:
         ConfigError: `policy`, `budget` or `protect` is wrong.
@@ -124,7 +124,8 @@ def _plan(
     """How much is kept of `tokens`; None where that is all."""
     answered = settings.resolved_lookahead
     if not answered:
-        return page_plan(settings.prompt(layers, tokens), page_size, spans)
+        own = settings.prompt(layers, tokens)
+        return page_plan(own, page_size, spans, full_share=settings.full_share)
     prompt = tokens - answered
     if prompt < 1:
         raise ValueError(

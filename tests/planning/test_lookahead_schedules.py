@@ -73,7 +73,7 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
 def test_what_is_protected_is_in_the_budget_or_raises_it(
     prompt, m, layers, size, budget, edges, protect
 ):
-    """To what stands and the share of others, or half of it; it is packed at the same moment."""
+    """To hold the share of others, or half of it all; it is packed at the same moment."""
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0, "lookahead": m}
     own = CompressionConfig.parse(raw | {"protect": protect})
     inside = sorted(edge for edge in edges if edge <= prompt)
@@ -101,14 +101,14 @@ def test_what_is_protected_is_in_the_budget_or_raises_it(
 
 
 def least(ahead, spans, tokens):
-    """Pages of what must stand and one more in each layer, or of others' share of the budget."""
+    """Pages of what must stand and one more in each layer, or of others' part of the budget."""
     size, window = ahead.block_size, ahead.window(tokens)
     tail, own = tokens % size, ahead.settings.prompt(ahead.num_layers, ahead.prompt)
     guarded = count_before(spans, tokens - max(window, tail))
     standing = -(-(max(window - tail, 0) + guarded) // size) + 1
     budget = own.budget + ahead.answered(tokens)
     share = Fraction(budget * (tokens - guarded), tokens)
-    others = math.ceil(share if ahead.settings.protect else share / 2)
+    others = math.ceil(share if ahead.settings.protect else Fraction(budget, 2))
     return ahead.num_layers * max(standing, -(-(guarded + others - tail) // size))
 
 

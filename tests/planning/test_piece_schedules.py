@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.page_plan import mostly_protected, pages_kept
+from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.memory import Sizes, _most_pages
@@ -45,6 +45,7 @@ def prompts(draw):
         **judging,
         max_whole=draw(st.integers(1, 40 * block)),
         budget=budget if isinstance(budget, float) else max(budget, 4),
+        protect=draw(st.sampled_from(["none", "system"])),
     )
     return own, draw(st.integers(1, 5)), block, draw(st.integers(1, 90 * block))
 
@@ -93,9 +94,14 @@ def test_what_is_held_stays_within_its_bound(case, edges):
         packed = plan.blocks
         holding.pack(plan, computed // size)
         assert holding.most_pages * layers >= holding.pages
-    whole = own.page_plan(layers, tokens, size, spans)
-    assert whole is not None or mostly_protected(spans, tokens)
-    assert whole is None or holding.pages == min(whole.pages, held)
+    # at its end as a prompt that stands whole; but what is protected raises it to no more than is
+    # held between pieces
+    whole, alone = (own.page_plan(layers, tokens, size, each) for each in (spans, ()))
+    assert alone is not None
+    assert whole is not None or spans
+    assert whole is None or holding.pages == min(
+        whole.pages, held, max(pieces.held_pages, alone.pages)
+    )
 
 
 @prop
@@ -136,14 +142,19 @@ def test_room_is_set_aside_for_all_that_is_held(case):
     size=st.sampled_from([1, 16, 128]),
     budget=st.floats(0.01, 0.99) | st.integers(40, 2000),
     lookahead=st.sampled_from([0, 32]),
-    protected=st.integers(0, 1500),
+    span=st.tuples(st.integers(0, 3000), st.integers(0, 1500)),
+    protect=st.sampled_from(["none", "system"]),
+    grown=st.integers(0, 400),
 )
 def test_room_is_set_aside_for_what_is_protected(
-    longest, layers, size, budget, lookahead, protected
+    longest, layers, size, budget, lookahead, span, protect, grown
 ):
-    """Of every prompt up to the longest, whatever its budget is raised to."""
+    """Of every prompt up to the longest, whatever its budget is raised to, by whom it may be.
+
+    Also where it comes again with an answer, and what its window has of it stands in pages then.
+    """
     own = CompressionConfig.parse(
-        {"compress": "snapkv", "budget": budget, "protect": "system", "lookahead": lookahead}
+        {"compress": "snapkv", "budget": budget, "protect": protect, "lookahead": lookahead}
         | {"min_prompt": 0}
     )
     sizes = Sizes(
@@ -152,11 +163,19 @@ def test_room_is_set_aside_for_what_is_protected(
     )  # fmt: skip
     most = _most_pages(sizes, own, own)
     for tokens in {1, longest // 2, longest - lookahead - 1, longest - lookahead}:
-        if tokens < 1:
+        asked = tokens - grown
+        start, stop = min(span[0], asked), min(sum(span), asked)
+        spans = ((start, stop),) if start < stop else ()
+        if asked < 1:
             continue
+        plan, alone = (own.page_plan(layers, asked, size, each) for each in (spans, ()))
+        if alone is None:
+            continue  # it is left whole, then and later
+        if protect == "none" and (plan is None or plan.raised):
+            continue  # refused
         ahead = LookAhead(
             settings=own, num_layers=layers, block_size=size, prompt=tokens, last=longest + 2,
-            prefilled=tokens, spans=((0, min(protected, tokens)),) if protected else (),
+            prefilled=tokens, spans=spans,
         )  # fmt: skip
         plan = ahead.kept(Holding(num_layers=layers, block_size=size), tokens + lookahead)
         assert plan is None or plan.pages <= most

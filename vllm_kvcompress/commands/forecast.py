@@ -22,7 +22,7 @@ class Load:
 
     @property
     def spans(self) -> Spans:
-        """What of the prompt is protected: how much is kept does not depend on where it stands."""
+        """What of the prompt is protected: of what stands at its end no more is kept."""
         return ((0, self.protected),) if self.protected else ()
 
     @property

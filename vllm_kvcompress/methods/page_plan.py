@@ -49,13 +49,16 @@ class PagePlan:
 
     @property
     def prompt(self) -> Prompt:
+        protected = self._protected_before(self.window)
+        # what stands in the tail stays, whatever the budget
+        standing = self.window + protected
         return Prompt(
             num_layers=self.num_layers,
             tokens=self.tokens,
             window=self.window,
-            budget=self.budget,
-            total=self.total,
-            protected=self._protected_before(self.window),
+            budget=max(self.budget, standing),
+            total=None if self.total is None else max(self.total, self.num_layers * standing),
+            protected=protected,
         )
 
     @property
@@ -118,7 +121,12 @@ def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
 
 
 def page_plan(
-    prompt: Prompt, block_size: int, spans: Spans = (), *, full_share: bool = False
+    prompt: Prompt,
+    block_size: int,
+    spans: Spans = (),
+    *,
+    full_share: bool = False,
+    own_budget: int | None = None,
 ) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
@@ -128,7 +136,7 @@ def page_plan(
     Args:
         spans: what of the prompt is protected. A budget that cannot hold it beside others is
             raised to that; a prompt of which more than half is protected is left whole.
-        full_share: as in `with_room_for_protected`.
+        full_share, own_budget: as in `with_room_for_protected`.
     """
     layers, full, tail = prompt.num_layers, prompt.tokens // block_size, prompt.tokens % block_size
     if prompt.tokens <= prompt.budget or full == 0:
@@ -145,12 +153,12 @@ def page_plan(
         total=prompt.total,
         spans=spans,
     )
-    plan = with_room_for_protected(plan, full_share=full_share)
+    plan = with_room_for_protected(plan, full_share=full_share, own_budget=own_budget)
     return plan if plan.pages < layers * full else None
 
 
 def with_room_for_protected(
-    plan: PagePlan, most: int | None = None, *, full_share: bool
+    plan: PagePlan, most: int | None = None, *, full_share: bool, own_budget: int | None = None
 ) -> PagePlan:
     """The plan, or where its budget cannot hold what is protected beside others, one that does.
 
@@ -160,28 +168,25 @@ def with_room_for_protected(
 
     Args:
         most: pages that there are over all layers; None where these are more.
-        full_share: others are as many as the budget would keep of them; else half as many.
+        full_share: others are as many as the budget would keep of them; else half the budget.
+        own_budget: the budget that others have a share of; None for the plan's.
     """
     if not plan.guarded:
         return plan
     length = plan.tokens if plan.computed is None else plan.computed
-    with_others = plan.guarded + others_beside(
-        plan.budget, length, plan.guarded, full_share=full_share
-    )
+    own = plan.budget if own_budget is None else own_budget
+    others = -(-own // 2)
+    if full_share:
+        others = -(-own * (length - plan.guarded) // length)
+    with_others = plan.guarded + others
     least = max(plan.floor_pages + 1, -(-(with_others - plan.tail) // plan.block_size))
     if plan.pages >= plan.num_layers * least:
         return plan
     pages = plan.num_layers * least
-    if most is not None:
-        pages = min(pages, most)
+    if most is not None and (pages := min(pages, most)) <= plan.pages:
+        return plan
     budget = pages // plan.num_layers * plan.block_size + plan.tail
     return replace(plan, pages=pages, budget=budget, total=None, raised=True)
-
-
-def others_beside(budget: int, tokens: int, protected: int, *, full_share: bool) -> int:
-    """Tokens that a layer keeps of a prompt's others, at least: the budget's share, or half."""
-    share = budget * (tokens - protected)
-    return -(-share // (tokens if full_share else 2 * tokens))
 
 
 def mostly_protected(spans: Spans, tokens: int) -> bool:

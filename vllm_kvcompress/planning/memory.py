@@ -307,8 +307,13 @@ def _most_pages(sizes: Sizes, settings: CompressionConfig, variant: CompressionC
             return otherwise
         # at a boundary inside there is no tail, whose tokens the others' pages keep
         kept = pages_kept(prompt, 0, sizes.block_size) if piecewise else plan.pages
-        if settings.protect and not piecewise:
-            kept = max(kept, _protecting(sizes, lookahead_window(variant), prompt.budget))
+        if not piecewise:
+            window = lookahead_window(variant)
+            # Spans that a request protects without raising its budget may lie in its window, and
+            # stand in pages of their own once its answer is the window.
+            kept += sizes.layers * (-(-window // sizes.block_size) + 1)
+            if settings.protect:
+                kept = max(kept, _protecting(sizes, window, prompt.budget))
         return min(kept + ahead, every)
 
     piecewise = settings.max_whole is not None and sizes.longest > settings.max_whole

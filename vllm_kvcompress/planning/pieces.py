@@ -2,12 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_kvcompress.methods.page_plan import (
-    PagePlan,
-    others_beside,
-    pages_kept,
-    with_room_for_protected,
-)
+from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, with_room_for_protected
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.methods.spans import Spans, count_before
@@ -127,8 +122,9 @@ class EveryPiece:
         )
         if not ends:
             return plan
-        most, full_share = holding.pages_at(blocks), self.settings.full_share
-        return with_room_for_protected(plan, most, full_share=full_share)
+        # no more than between its pieces, which room is set aside for
+        most = min(holding.pages_at(blocks), self.held_pages)
+        return with_room_for_protected(plan, most, full_share=self.settings.full_share)
 
     @property
     def most_blocks(self) -> int:
@@ -158,7 +154,7 @@ class EveryPiece:
 
     @property
     def protects_too_much(self) -> bool:
-        """Whether what is protected, and what is kept beside it, is above `held_pages`."""
+        """Whether what is protected, its window and a page more is above `held_pages`."""
         return self._protecting(self._unprotected).budget > self._unprotected.budget
 
     @property
@@ -195,12 +191,9 @@ class EveryPiece:
         return replace(budget, budget=held, total=None) if held > budget.budget else budget
 
     def _protecting(self, prompt: Prompt) -> Prompt:
-        """What may be held, raised to what is protected beside others, as at its end."""
+        """What may be held, raised to what is protected, the window and a page more."""
         protected, size = count_before(self.spans, self.tokens), self.block_size
-        others = others_beside(
-            *(self._budget.budget, self.tokens, protected), full_share=self.settings.full_share
-        )
-        least = -(-max(prompt.window + protected + size, protected + others) // size) * size
+        least = (-(-(prompt.window + protected) // size) + 1) * size
         if not protected or pages_kept(prompt, 0, size) * size >= self.num_layers * least:
             return prompt
         return replace(prompt, budget=least, total=None)

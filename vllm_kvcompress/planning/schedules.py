@@ -141,6 +141,7 @@ class LookAhead:
         if window < least_window(method_of(self.settings).reads):
             return None
         layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)
+        full_share = self.settings.full_share
         own = self.settings.prompt(layers, self.prompt)
         total = None if own.total is None else max(own.total, layers * least)
         prompt = replace(
@@ -151,7 +152,9 @@ class LookAhead:
             total=None if total is None else total + layers * answered,
         )
         if not holding.pages:
-            plan = page_plan(prompt, size, self.spans, full_share=self.settings.full_share)
+            plan = page_plan(
+                *(prompt, size, self.spans), full_share=full_share, own_budget=own.budget + answered
+            )
         else:
             blocks, tail = divmod(tokens, size)
             plan = PagePlan(
@@ -166,7 +169,9 @@ class LookAhead:
                 computed=tokens,
             )
             plan = with_room_for_protected(
-                plan, holding.pages_at(blocks), full_share=self.settings.full_share
+                *(plan, holding.pages_at(blocks)),
+                full_share=full_share,
+                own_budget=own.budget + answered,
             )
         if plan is None:
             return None

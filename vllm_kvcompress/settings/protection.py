@@ -37,7 +37,7 @@ class ProtectSettings(BaseModel):
     def full_share(self) -> bool:
         """Whether the other tokens keep all of their share of the budget: the operator protects.
 
-        Where a request alone does, they keep at least half of it.
+        Where a request alone does, they keep at least half of the budget.
         """
         return bool(self.protect)
 

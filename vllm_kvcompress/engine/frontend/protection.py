@@ -12,7 +12,6 @@ from vllm_kvcompress.engine.frontend.chat_parts import parts_of, wanted
 from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.engine.layers import layers_together
 from vllm_kvcompress.errors import ConfigError, OverrideError
-from vllm_kvcompress.methods.page_plan import mostly_protected
 from vllm_kvcompress.methods.spans import MOST_SPANS, Spans, count_before, joined, parse_spans
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -192,10 +191,10 @@ class _Limits:
         """The budget that some spans raise the request's own to; its own where they do not."""
         plan = own.page_plan(self._layers, self.tokens, self._block_size, spans)
         if plan is not None:
-            return plan.budget if plan.raised else self.own.tokens_per_layer(self.tokens)
-        short = self.tokens < self.own.min_prompt  # and left whole, whatever is protected
-        whole = mostly_protected(spans, self.tokens) and not short
-        return self.tokens if whole else self.own.tokens_per_layer(self.tokens)
+            return plan.budget if plan.raised else own.tokens_per_layer(self.tokens)
+        # left whole for what it protects, and not for its length or its budget
+        alone = own.page_plan(self._layers, self.tokens, self._block_size)
+        return own.tokens_per_layer(self.tokens) if alone is None else self.tokens
 
     def _beside_answer(self, spans: Spans) -> int:
         """Tokens of the pages that they and the decode window take; 0 where none are protected."""

@@ -30,7 +30,7 @@ WITHIN_BUDGET = "within_budget"
 LOW_PRESSURE = "low_pressure"
 UNSUPPORTED = "unsupported"
 INVALID = "invalid"
-# more than half of it is protected
+# more than half of it is protected, or all is kept beside what is
 PROTECTED = "protected"
 # its answer ended before it was to be judged by it
 ANSWERED = "answered"
@@ -185,7 +185,8 @@ class Admissions:
         if mostly_protected(spans, int(request.num_prompt_tokens)):
             return Decision(None, PROTECTED)
         if self.plan(settings, request.num_tokens, spans) is None:
-            return Decision(None, WITHIN_BUDGET)
+            alone = self.plan(settings, request.num_tokens)
+            return Decision(None, WITHIN_BUDGET if alone is None else PROTECTED)
         if settings.pressure and self.share_in_use(request.num_tokens) < settings.pressure:
             return Decision(None, LOW_PRESSURE)
         return Decision(settings)
