@@ -333,7 +333,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         f" {more.total()} files, {threads} threads, {grown / 2**20:.1f} MiB more"
     )
     assert not more
-    assert threads <= 0
+    assert threads == 0
     assert grown < 5 * 2**20 * TIMES, "memory is lost with every request"
     with engine(model, enable_prefix_caching=False, **options) as llm:
         crowded = llm.watch_preemptions()

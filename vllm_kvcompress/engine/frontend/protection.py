@@ -146,8 +146,8 @@ class _Limits:
             return
         # What it adds must fit beside half of the others' share, also where the operator's parts
         # leave them all of it: that is then added for its own spans too.
-        alone = self.own.model_copy(update={"protect": ()})
-        needed = self._needed(alone, spans)
+        by_request = self.own.model_copy(update={"protect": ()})
+        needed = self._needed(by_request, spans)
         most = max(self._most, self._needed(self.own, granted))
         if needed > most:
             raise OverrideError(
@@ -193,8 +193,8 @@ class _Limits:
         if plan is not None:
             return plan.budget if plan.raised else own.tokens_per_layer(self.tokens)
         # left whole for what it protects, and not for its length or its budget
-        alone = own.page_plan(self._layers, self.tokens, self._block_size)
-        return own.tokens_per_layer(self.tokens) if alone is None else self.tokens
+        unprotected = own.page_plan(self._layers, self.tokens, self._block_size)
+        return own.tokens_per_layer(self.tokens) if unprotected is None else self.tokens
 
     def _beside_answer(self, spans: Spans) -> int:
         """Tokens of the pages that they and the decode window take; 0 where none are protected."""

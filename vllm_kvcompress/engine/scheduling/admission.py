@@ -185,8 +185,8 @@ class Admissions:
         if mostly_protected(spans, int(request.num_prompt_tokens)):
             return Decision(None, PROTECTED)
         if self.plan(settings, request.num_tokens, spans) is None:
-            alone = self.plan(settings, request.num_tokens)
-            return Decision(None, WITHIN_BUDGET if alone is None else PROTECTED)
+            unprotected = self.plan(settings, request.num_tokens)
+            return Decision(None, WITHIN_BUDGET if unprotected is None else PROTECTED)
         if settings.pressure and self.share_in_use(request.num_tokens) < settings.pressure:
             return Decision(None, LOW_PRESSURE)
         return Decision(settings)
