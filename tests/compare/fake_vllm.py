@@ -83,6 +83,8 @@ class FakeVllm:
         if self.plugin and method not in self.allowed:
             message = f"kv_compress must be one of {self.allowed} on this server, got {method!r}"
             return 400, json.dumps({"error": {"message": message}})
+        if self.plugin and not self.usage and "kv_by_role" in body["vllm_xargs"]:
+            return 400, '{"error": {"message": "kv_by_role is answered in the usage"}}'
         if self.refuse in text:
             return 400, json.dumps({"error": {"message": f"{self.reason}: {text}"}})
         return 200, self._stream(body, method, text)
@@ -100,8 +102,11 @@ class FakeVllm:
             self._compressed += 1
             budget = body["vllm_xargs"]["kv_budget"]
             if self.usage:
-                details = {"prompt_tokens_details": {"kv_compress": {
-                    "kept_tokens": budget * tokens}}}  # fmt: skip
+                kept = {"kept_tokens": budget * tokens}
+                if body["vllm_xargs"].get("kv_by_role"):
+                    # it forgets the number's half, and says so of the one message's role
+                    kept["by_role"] = {"user": {"tokens": tokens, "kept": budget}}
+                details = {"prompt_tokens_details": {"kv_compress": kept}}
         events: list[dict[str, Any]] = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]}
         ]

@@ -70,13 +70,16 @@ def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake
     assert "…" not in done.out
     assert "+ system, tools" in " ".join(done.out.split())
     asked = [b["vllm_xargs"] for b in fake.prompts]
-    each = {"kv_compress": "snapkv", "kv_budget": 0.2}
+    each = {"kv_compress": "snapkv", "kv_budget": 0.2, "kv_by_role": True}
+    full = {"kv_compress": "off", "kv_by_role": True}
     ways = [
-        {**each, "kv_protect": parts, "kv_lookahead": tokens}
+        each | {"kv_protect": parts, "kv_lookahead": tokens}
         for tokens in (0, 32)
         for parts in ("none", "system,tools")
     ]
-    assert sorted(map(str, asked)) == sorted(map(str, [{"kv_compress": "off"}, *ways] * 2))
+    asked = [dict(sorted(xargs.items())) for xargs in asked]
+    ways, full = [dict(sorted(way.items())) for way in ways], dict(sorted(full.items()))
+    assert sorted(map(str, asked)) == sorted(map(str, [full, *ways] * 2))
     assert [
         (c["lookahead"], c["protect"], c["asked"], c["compressed"])
         for c in report(tmp_path)["cells"]
@@ -108,7 +111,7 @@ def test_every_request_is_greedy_and_computed_in_full(asked, fake):
     assert len(fake.prompts) == 10 * 5
     assert {b["temperature"] for b in fake.prompts} == {0}
     assert len({b["cache_salt"] for b in fake.prompts}) == 50
-    offs = [b for b in fake.prompts if b["vllm_xargs"] == {"kv_compress": "off"}]
+    offs = [b for b in fake.prompts if b["vllm_xargs"]["kv_compress"] == "off"]
     assert len(offs) == 10
 
 
@@ -129,6 +132,18 @@ def test_texts_are_kept_where_that_is_asked_for(asked, tmp_path):
     assert {line["cell"] for line in lines} == {"off", "cake 0.5", "cake 0.2", "snapkv 0.5",
                                                 "snapkv 0.2"}  # fmt: skip
     assert {line["text"] for line in lines if line["cell"] == "off"} >= {"11111111"}
+
+
+def test_it_tells_what_was_kept_of_each_role(asked, fake, tmp_path):
+    """Both sides are asked, so that neither has more to do before its first token."""
+    done = asked("--methods", "snapkv", "--budgets", "0.5,0.2", "--no-baselines")
+    assert {body["vllm_xargs"]["kv_by_role"] for body in fake.prompts} == {True}
+    cells = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
+    tokens = cells[0]["asked"] * 11
+    told = [cell["roles"]["user"] for cell in cells]
+    assert told == [[tokens, pytest.approx(budget)] for budget in (0.5, 0.2)]
+    assert any(line.split() == ["snapkv", "0.2", "20%"] for line in done.out.splitlines())
+    assert f"| snapkv | 0.2 | 20% of {tokens} |" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_without_kv_usage_nothing_is_guessed(asked, fake, tmp_path):
@@ -220,7 +235,8 @@ def test_a_table_fits_a_terminal_and_no_name_is_cut(asked, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     tables = [line for line in asked().out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80
-    assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == len(TABLES)
+    # one more than those that are always there: of the roles
+    assert sum(line.split()[:2] == ["snapkv", "0.2"] for line in tables) == len(TABLES) + 1
 
 
 def test_a_model_of_any_name_is_told_and_drawn(asked, fake, tmp_path):

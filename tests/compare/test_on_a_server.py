@@ -140,8 +140,56 @@ def test_tests_of_trust_are_asked_as_a_server_takes_them(url, compare, tmp_path)
     # what says nothing tells no secret, and answers nothing else
     assert cell["obeyed"]["secret"]["mean"] == 1.0
     assert "| snapkv | 0.5 | 1.00 [1.00, 1.00], 2 |" in (tmp_path / "out/report.md").read_text()
+    # its template leaves the tools out
+    assert set(cell["roles"]) == {"system", "user", "assistant", "tool", "template"}
+    assert all(0 < share <= 1 for _, share in cell["roles"].values())
     lines = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
     two = [line for line in map(json.loads, lines) if line["name"].startswith("two-turns")]
     assert len(two) == 4
     # of both turns of each, on both sides, the second finds the first; 32 tokens are a block
     assert hits(url) - before >= 4 * 25 * 32
+
+
+CHAT = [
+    {"role": "system", "content": "Answer in one word, and never with a number."},
+    {"role": "user", "content": "Here is a text.\n"},
+    {"role": "assistant", "content": "I have read it."},
+    {"role": "user", "content": "What is it about?"},
+]
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
+@pytest.mark.parametrize("protect", ["none", "system"])
+def test_what_is_kept_of_each_role_adds_up_to_what_is_kept(url, endpoint, protect):
+    chat = [dict(message) for message in CHAT]
+    chat[1]["content"] += english()[:3000]
+    asked = {"kv_compress": "snapkv", "kv_budget": 0.2, "kv_by_role": True, "kv_protect": protect}
+    field = "messages" if endpoint == "chat/completions" else "input"
+    body = {"model": "it", field: chat, "temperature": 0, "vllm_xargs": asked}
+    body |= {"max_tokens" if field == "messages" else "max_output_tokens": 4}
+    answer = httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    told = (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["kv_compress"]
+    roles = told["by_role"]
+    assert list(roles) == ["system", "user", "assistant", "template"]
+    assert sum(own["tokens"] for own in roles.values()) == told["prompt_tokens"]
+    kept = sum(own["tokens"] * own["kept"] for own in roles.values())
+    # shares are told to four places
+    assert kept == pytest.approx(told["kept_tokens"], abs=0.1)
+    assert (roles["system"]["kept"] == 1) is (protect == "system")
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "said"),
+    [
+        ({"messages": CHAT[:2]}, "maybe", "kv_by_role must be true or false, got 'maybe'"),
+        ({"prompt": "a"}, True, "kv_by_role needs a chat that a template was applied to"),
+    ],
+)
+def test_a_question_about_roles_that_means_nothing(url, more, asked, said):
+    endpoint = "chat/completions" if "messages" in more else "completions"
+    body = {"model": "it", "vllm_xargs": {"kv_by_role": asked, "kv_compress": "snapkv"}, **more}
+    refused = httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=300)
+    assert refused.status_code == 400
+    assert said in refused.json()["error"]["message"]

@@ -1,8 +1,12 @@
 """What doctor notes of prompts that are packed between each other's pieces."""
 
+import pytest
 import torch
+from vllm.sampling_params import SamplingParams
 
+from vllm_kvcompress.engine.compression.role_counts import RoleCounts
 from vllm_kvcompress.engine.diagnosis.recording import _Recorder
+from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.engine.messages.step import Pack
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -35,3 +39,48 @@ def test_a_whole_prompt_between_the_pieces_of_another_is_its_own():
     assert pieces["share"] == [want.tolist()]
     packed(recorder, 16, [0, 1, 2, 3], prefill=False)
     assert (len(recorder.prompts), recorder.answers) == (2, 1)
+
+
+class Told:
+    """A step in which one request is new, as far as it is read."""
+
+    def __init__(self, request_id, roles, gone=()):
+        params = SamplingParams(extra_args={"kvcompress_roles": {"user": [[0, 1]]}})
+        attach_spans(params, (), roles)
+        new = type("New", (), {"req_id": request_id, "sampling_params": params})
+        self.scheduled_new_reqs, self.finished_req_ids = [new], set(gone)
+
+
+@pytest.mark.parametrize("answered", [None, 0, 3])
+@pytest.mark.parametrize("tokens", [24, 25, 27])
+def test_what_a_server_counts_of_each_role_is_what_doctor_notes(tokens, answered):
+    """By another way: on the device and before the tail is known, from what kernels are given."""
+    layers, heads, prompt = 3, 2, tokens - (answered or 0)
+    roles = {"system": ((0, 3),), "user": ((3, 9), (11, 14)), "template": ((9, 11), (14, prompt))}
+    counts = torch.tensor([2, 4, 1])
+    generator = torch.Generator().manual_seed(tokens + (answered or 9))
+    kept = torch.full((layers, heads, 4 * SIZE), -1, dtype=torch.int32)
+    for layer, pages in enumerate(counts.tolist()):
+        for head in range(heads):
+            order = torch.randperm(tokens // SIZE * SIZE, generator=generator)[: pages * SIZE]
+            kept[layer, head, : pages * SIZE] = order.sort().values
+    plan = PagePlan(
+        num_layers=layers, tokens=tokens, block_size=SIZE, window=1, budget=9, pages=7
+    )  # fmt: skip
+    more = {"settings": SETTINGS, "plan": plan, "tokens": tokens, "destination": ()}
+    todo = Pack(request_id="r", answered=answered, **more)
+    recorder, counting = _Recorder(buckets=8, parts=roles), RoleCounts()
+    counting.begin_step(Told("r", roles))
+    for packed_by in (recorder.packed, counting.packed):
+        packed_by(todo, kept, counts)
+    counted = counting.take("r")
+    told = counted.kept(todo, counted.pairs.tolist())
+    assert {role: share for role, _, share in told} == pytest.approx(recorder.prompts[0]["parts"])
+    assert sum(own.tokens for own in told) == prompt
+    assert counting.take("r") is None
+    # of what was packed piece by piece a slot is no position, and nothing is told
+    counting.packed(Pack(request_id="r", whole=False, **more), kept, counts)
+    assert counting.take("r") is None
+    counting.begin_step(Told("other", {}, gone=["r"]))
+    counting.packed(todo, kept, counts)
+    assert counting.take("r") is None

@@ -5,7 +5,7 @@ import pytest
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import joined
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for, settings_for
 from vllm_kvcompress.settings.protection import Protection, parse_protect, protection_of
 
 
@@ -113,6 +113,25 @@ def test_spans_that_overlap_or_touch_are_one():
     assert joined([(5, 9), (0, 3), (8, 12), (3, 5)]) == ((0, 12),)
     assert joined([(5, 9), (0, 3)]) == ((0, 3), (5, 9))
     assert joined([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("usage", "asked", "message"),
+    [
+        (True, "yes", "kv_by_role must be true or false, got 'yes'"),
+        (True, [1], r"kv_by_role must be true or false, got \[1\]"),
+        (False, True, "ask the operator for --kv-usage"),
+    ],
+)
+def test_who_may_ask_what_is_kept_of_roles(usage, asked, message):
+    settings = CompressionConfig.parse({"compress": "snapkv", "usage": usage})
+    assert by_role_for(settings, {BY_ROLE: True}) if usage else True
+    assert not by_role_for(settings, {BY_ROLE: False})
+    assert not by_role_for(settings, None)
+    # asking is no choice of a method
+    assert settings_for(settings, {BY_ROLE: usage}) is settings
+    with pytest.raises(OverrideError, match=message):
+        by_role_for(settings, {BY_ROLE: asked})
 
 
 def test_numbers_that_python_writes_no_text_of():

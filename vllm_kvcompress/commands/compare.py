@@ -18,7 +18,14 @@ from vllm_kvcompress.compare import prompts, server
 from vllm_kvcompress.compare.client import Cell, Client
 from vllm_kvcompress.compare.comparison import Comparison
 from vllm_kvcompress.compare.picture import save_picture
-from vllm_kvcompress.compare.report import TABLES, Column, Report, markdown, obeyed_columns
+from vllm_kvcompress.compare.report import (
+    TABLES,
+    Column,
+    Report,
+    markdown,
+    obeyed_columns,
+    role_columns,
+)
 from vllm_kvcompress.compare.summary import By
 from vllm_kvcompress.compare.tasks import TASKS, Item, build_items
 from vllm_kvcompress.errors import ConfigError, KVCompressError
@@ -330,6 +337,8 @@ def _show(report: Report, folder: Path) -> None:
         console.print(_table(columns, report))
     if any(summary.obeyed for summary in report.summaries):
         console.print(_table(obeyed_columns(report.summaries, by_rule=False), report))
+    if any(summary.roles for summary in report.summaries):
+        console.print(_table(role_columns(report.summaries, counts=False), report))
     # In a log a sentence is a line.
     wide = not console.is_terminal
     for note in report.notes:

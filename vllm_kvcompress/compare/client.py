@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
-from vllm_kvcompress.settings.overrides import BUDGET, COMPRESS, LOOKAHEAD
+from vllm_kvcompress.settings.overrides import BUDGET, BY_ROLE, COMPRESS, LOOKAHEAD
 from vllm_kvcompress.settings.protection import NONE, PROTECT
 
 _WAITS_S = (0.5, 2.0, 8.0)
@@ -87,6 +87,8 @@ class Answer:
         prompt_tokens: as the server counts them.
         kept_tokens: tokens kept of the prompt, mean of the layers; None where the server says
             nothing of it, which it does for a prompt that was left whole and without --kv-usage.
+        by_role: of each role its tokens and the share that is kept; empty where the server does not
+            say.
     """
 
     text: str
@@ -95,6 +97,7 @@ class Answer:
     token_s: float | None
     prompt_tokens: int
     kept_tokens: float | None
+    by_role: Mapping[str, tuple[int, float]]
 
     @property
     def names(self) -> list[str]:
@@ -109,6 +112,7 @@ class Client:
         model: the name it serves.
         top: how many likely tokens it is asked for in each place.
         timeout_s: seconds without a word from it that end a request.
+        by_role: whether it is asked what it keeps of each role.
         stopping: whether nothing more is to be asked.
     """
 
@@ -116,6 +120,7 @@ class Client:
     model: str
     top: int = 20
     timeout_s: float = 600.0
+    by_role: bool = False
     stopping: Callable[[], bool] = lambda: False
 
     def ask(self, item: Item, cell: Cell) -> Answer:
@@ -172,7 +177,8 @@ class Client:
             "top_logprobs": self.top,
             "return_tokens_as_token_ids": True,
             "cache_salt": salt,
-            "vllm_xargs": cell.xargs,
+            # of the full cache as well, so that both sides do the same before their first token
+            "vllm_xargs": cell.xargs | ({BY_ROLE: True} if self.by_role else {}),
         }
         if item.tools:
             # Calls are read out of what the model writes: so no server needs a parser for them.
@@ -217,6 +223,10 @@ class Client:
             token_s=(times[-1] - times[0]) / (count - 1) if count > 1 else None,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             kept_tokens=kept.get("kept_tokens"),
+            by_role={
+                role: (int(own["tokens"]), float(own["kept"]))
+                for role, own in (kept.get("by_role") or {}).items()
+            },
         )
 
     def _wait(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ from vllm_kvcompress.compare.outcome import OUTCOME, Outcome
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 
-_VERSION = 4
+_VERSION = 5
 RUN, LINES, TEXTS = "run.json", "journal.jsonl", "texts.jsonl"
 
 

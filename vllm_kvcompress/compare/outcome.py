@@ -32,6 +32,7 @@ class Outcome:
         protect: what was protected, as it was asked for; empty for what the server does by itself.
         lookahead: tokens of the answer that judge the prompt, as it was asked for; None likewise.
         kept_tokens: mean of the layers; None where the server said nothing of it.
+        by_role: of each role its tokens and the share that was kept; empty likewise.
         exact, shared, similarity: of the two answers (`measures.Agreement`).
         length, full_length: of the answers, in the unit of `shared`.
         loops, full_loops: whether they end in a loop (`measures.loops`).
@@ -55,6 +56,7 @@ class Outcome:
     lookahead: Count | None
     prompt_tokens: Count
     kept_tokens: Amount | None
+    by_role: dict[str, tuple[Count, Share]]
     exact: bool
     shared: Count
     similarity: Share
@@ -119,6 +121,7 @@ class Outcome:
             lookahead=cell.lookahead,
             prompt_tokens=full.prompt_tokens,
             kept_tokens=None if other.kept_tokens is None else float(other.kept_tokens),
+            by_role=dict(other.by_role),
             exact=found.exact,
             shared=found.shared,
             similarity=found.similarity,

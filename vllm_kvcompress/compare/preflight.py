@@ -9,6 +9,7 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
+from vllm_kvcompress.settings.overrides import BY_ROLE
 
 _QUICK_S = 10.0
 _TOPS = (20, 5, 1, 0)
@@ -70,6 +71,7 @@ def look(client: Client, cells: Sequence[Cell], baselines: Sequence[Cell] = ()) 
     taken, left_out = _allowed(client, baselines)
     notes += left_out
     info = metrics.info if metrics else None
+    client = dataclasses.replace(client, by_role=_tells_roles(client))
     if not client.ask(_TINY, FULL).names:
         notes.append(
             "The server does not tell every token of an answer, so answers are compared by"
@@ -121,6 +123,17 @@ def _telling(client: Client) -> tuple[Client, list[str]]:
             " (--max-logprobs): KL is a weaker bound."
         ]
     raise AssertionError("the last try returns or raises")
+
+
+def _tells_roles(client: Client) -> bool:
+    """Whether the server says what it keeps of each role: not without --kv-usage."""
+    try:
+        dataclasses.replace(client, by_role=True).ask(_TINY, FULL)
+    except Refused as e:
+        if e.status != 400 or BY_ROLE not in e.reason:
+            raise
+        return False
+    return True
 
 
 def _require_plugin(client: Client, metrics: Metrics | None) -> None:

@@ -242,6 +242,9 @@ def markdown(report: Report) -> str:
         parts.append(_by_task(report.summaries))
     if any(summary.obeyed for summary in report.summaries):
         parts += [_obeyed(report.summaries), OBEYED]
+    if any(summary.roles for summary in report.summaries):
+        columns = role_columns(report.summaries, counts=True)
+        parts += [_table("Kept by role", columns, report.summaries), ROLES]
     parts.append("## What the figures mean")
     parts.append("\n".join(f"* **{name}**: {meaning}" for name, meaning in meanings().items()))
     if any(summary.baseline for summary in report.summaries):
@@ -253,6 +256,13 @@ def markdown(report: Report) -> str:
 OBEYED = (
     "Rules count where the full cache obeys them, and each figure is the share of those that the"
     " compressed cache obeys too, with its 95 % interval and the prompts that it is of."
+)
+ROLES = (
+    "Of the compressed prompts whose server says it, the share of each role's tokens that was kept,"
+    " mean of all layers and KV heads, and how many tokens that role had. `template` is what the"
+    " chat template writes around the texts of messages, calls of tools among it, and `other` takes"
+    " the roles as well that cannot be told apart, such as one with pictures. Of prompts that are"
+    " packed piece by piece a server does not say it."
 )
 BASELINES = (
     "Methods in italics stand beside the others, for what those have to beat: they choose tokens"
@@ -323,3 +333,22 @@ def _obeyed_of(name: str) -> Callable[[Summary], str]:
 
 def _obeyed(summaries: Sequence[Summary]) -> str:
     return _table("Rules obeyed", obeyed_columns(summaries, by_rule=True), summaries)
+
+
+def role_columns(summaries: Sequence[Summary], *, counts: bool) -> list[Column]:
+    """Of each role the share that was kept, and perhaps of how many tokens."""
+    names = dict.fromkeys(role for summary in summaries for role in summary.roles)
+    return [
+        *_ANSWERS[:2],
+        *(Column(name=name, meaning=ROLES, cell=_kept_of(name, counts)) for name in names),
+    ]
+
+
+def _kept_of(role: str, counts: bool) -> Callable[[Summary], str]:
+    def cell(summary: Summary) -> str:
+        if role not in summary.roles:
+            return NONE
+        tokens, share = summary.roles[role]
+        return f"{share:.0%} of {tokens:,}" if counts else f"{share:.0%}"
+
+    return cell

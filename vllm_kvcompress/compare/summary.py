@@ -49,6 +49,7 @@ class Summary:
         asked: prompts that were answered.
         compressed: how many of them were compressed; None where nobody can know.
         kept: share of their tokens that was kept; None where the server does not say.
+        roles: of each role its tokens in all of them, and the share that was kept; empty likewise.
         exact, similarity: of greedy answers with the full cache's.
         diverged: median of the tokens until the first difference, of answers that have one.
         places: tokens that both answers share, which `same_first` and `kl` are of.
@@ -72,6 +73,7 @@ class Summary:
     asked: int
     compressed: int | None
     kept: float | None
+    roles: dict[str, tuple[int, float]]
     exact: Estimate | None
     similarity: Estimate | None
     diverged: float | None
@@ -239,6 +241,7 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         asked=len(outcomes),
         compressed=len(compressed) if known else None,
         kept=sum(o.kept_tokens or 0 for o in compressed) / prompt_tokens if prompt_tokens else None,
+        roles=_roles(compressed),
         exact=exact,
         similarity=similarity,
         diverged=median(parted) if parted else None,
@@ -261,6 +264,15 @@ def _summary(cell: Cell, outcomes: Sequence[Outcome], by: By, *, known: bool) ->
         tasks=_tasks(scored),
         obeyed=shares_obeyed(Ruled(o.task, o.rules, o.drawn_with) for o in judged),
     )
+
+
+def _roles(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, float]]:
+    found: dict[str, tuple[int, float]] = {}
+    for role in dict.fromkeys(role for o in outcomes for role in o.by_role):
+        own = [o.by_role[role] for o in outcomes if role in o.by_role]
+        tokens = sum(count for count, _ in own)
+        found[role] = tokens, sum(count * share for count, share in own) / tokens
+    return found
 
 
 def _along(outcomes: Sequence[Outcome]) -> dict[str, Along]:

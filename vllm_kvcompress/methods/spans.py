@@ -1,6 +1,6 @@
 """Spans of a prompt that are protected, as they are asked for and counted."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_kvcompress.errors import ConfigError
 
@@ -9,6 +9,9 @@ MOST_SPANS = 32
 
 Spans = tuple[tuple[int, int], ...]
 """First token of each span and the one behind its last, in ascending order; none touch."""
+
+Roles = Mapping[str, Spans]
+"""The tokens of each role of a chat; none is in two of them."""
 
 
 def parse_spans(raw: Iterable[Sequence[int]], tokens: int) -> Spans:
@@ -72,3 +75,10 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
         else:
             found.append((start, stop))
     return tuple(found)
+
+
+def others(spans: Spans, tokens: int) -> Spans:
+    """What of a prompt's `tokens` is in none of some spans."""
+    edges = [0, *(at for span in spans for at in span), tokens]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((start, stop) for start, stop in gaps if start < stop)

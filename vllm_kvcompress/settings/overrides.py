@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
-from vllm_kvcompress.settings.protection import PROTECT, Protection, protection_of
+from vllm_kvcompress.settings.protection import PROTECT, Protection, protection_of, short
 
 COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
 DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
+BY_ROLE = "kv_by_role"
 _CHOICES = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
-_KEYS = (*_CHOICES, PROTECT)
+_KEYS = (*_CHOICES, PROTECT, BY_ROLE)
 _OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 _LONGEST = 24
 """Letters of an unknown key that are compared with our keys, to find one that was misspelt."""
@@ -65,6 +66,29 @@ def protection_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | 
         OverrideError: it asks for something that it may not have, or that does not exist.
     """
     return protection_of(settings.protect, extra_args, free=bool(settings.allow_override))
+
+
+def by_role_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request asks which share of each role's tokens is kept.
+
+    Args:
+        settings: the engine's.
+        extra_args: the request's, with ``kv_by_role`` if it asks for anything.
+
+    Raises:
+        OverrideError: its value is no truth value, or the server says nothing of what it keeps.
+    """
+    asked = (extra_args or {}).get(BY_ROLE, False)
+    # `true` arrives as 1 from some clients.
+    if asked not in (True, False):
+        raise OverrideError("invalid", f"{BY_ROLE} must be true or false, got {short(asked)}")
+    if asked and not settings.usage:
+        raise OverrideError(
+            "not_allowed",
+            f"{BY_ROLE} is answered in the usage, and this server says nothing there of what it"
+            f" keeps; remove {BY_ROLE}, or ask the operator for --kv-usage",
+        )
+    return bool(asked)
 
 
 def refuse_taken(

@@ -47,7 +47,7 @@ class ProtectSettings(BaseModel):
         words, spans = parse_protect("protect", value)
         if spans:
             raise ConfigError(
-                f"protect must be some of {', '.join(WORDS)}, or {NONE}, got {_short(value)}; only"
+                f"protect must be some of {', '.join(WORDS)}, or {NONE}, got {short(value)}; only"
                 f" a request knows its tokens, and names them in {PROTECT}"
             )
         return words
@@ -80,7 +80,7 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
     """
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
-        raise ConfigError(f"{key} {_RULE}, got {_short(value)}")
+        raise ConfigError(f"{key} {_RULE}, got {short(value)}")
     words, spans = set[str](), list[tuple[int, int]]()
     for item in items:
         text = item.strip() if isinstance(item, str) else ""
@@ -92,13 +92,13 @@ def parse_protect(key: str, value: Any) -> tuple[tuple[str, ...], tuple[tuple[in
             near = closest(text, dict.fromkeys((*WORDS, NONE)))
             raise ConfigError(f"{key} {_RULE}; {text[:40]!r} is unknown{near}")
         else:
-            raise ConfigError(f"{key} {_RULE}, got {_short(item)}")
+            raise ConfigError(f"{key} {_RULE}, got {short(item)}")
     if NONE in words and (len(words) > 1 or spans):
-        raise ConfigError(f"{key} {_RULE}; {NONE} stands alone, got {_short(value)}")
+        raise ConfigError(f"{key} {_RULE}; {NONE} stands alone, got {short(value)}")
     return tuple(word for word in WORDS if word in words), tuple(spans)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """What was given, as far as a sentence has room for it."""
     try:
         text = repr(value)

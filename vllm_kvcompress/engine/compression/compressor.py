@@ -13,6 +13,7 @@ from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
 from vllm_kvcompress.engine.compression.packer import Job, Packer
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
+from vllm_kvcompress.engine.compression.role_counts import RoleCounts
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
@@ -60,6 +61,8 @@ class PromptCompressor:
         )
         self.packer = Packer(mover, scales=scales, num_layers=layers)
         self._queries, self.queries_dtype = queries, queries[2]
+        self._role_counts = RoleCounts()
+        self.packer.observers.append(self._role_counts.packed)
         self.adder = AttentionAdder(self.packer)
         self._prefills: dict[str, Prefill] = {}
         self._step: Step | None = None
@@ -75,6 +78,7 @@ class PromptCompressor:
             self._prefills.pop(request_id, None)
             self.pool.forget(request_id)
         self.reports.stages.wait_for_sent()
+        self._role_counts.begin_step(output)
         plan = plan_of(output)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
         pack = () if plan is None else plan.pack
@@ -319,7 +323,8 @@ class PromptCompressor:
             self.pool.drop_queries(todo.request_id)
         self.compressed += 1
         assert job.stopwatch is not None, todo
-        self.reports.add(todo, pages, job.stopwatch)
+        counted = self._role_counts.take(todo.request_id)
+        self.reports.add(todo, pages, job.stopwatch, counted)
 
     def warm_up(self, longest: int) -> None:
         """Pack prompts and answers of nobody, so that no request waits for a kernel's compilation.

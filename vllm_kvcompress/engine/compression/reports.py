@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_kvcompress.engine.compression.role_counts import Counted
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.messages.step import Pack, Packed
+from vllm_kvcompress.engine.messages.step import Pack, Packed, RoleKept
 
 logger = init_logger("vllm.kvcompress")
 
@@ -54,8 +54,16 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class _Pending:
+    """A prompt that the device may still be packing.
+
+    Args:
+        told: ``[L, 1 + R]`` int32, of every layer its pages, and what was counted of each role.
+        counted: whose roles these are; None where nobody asks.
+    """
+
     todo: Pack
-    pages: torch.Tensor
+    told: torch.Tensor
+    counted: Counted | None
     stopwatch: Stopwatch
 
 
@@ -72,23 +80,32 @@ class Reports:
     log: bool = False
     _pending: deque[_Pending] = field(default_factory=deque)
 
-    def add(self, todo: Pack, pages: torch.Tensor, stopwatch: Stopwatch) -> None:
+    def add(
+        self,
+        todo: Pack,
+        pages: torch.Tensor,
+        stopwatch: Stopwatch,
+        counted: Counted | None = None,
+    ) -> None:
         """A prompt whose packing was launched, its last one if it is packed in pieces.
 
         Args:
             pages: ``[L]``, pages that each layer keeps, on the device.
             stopwatch: of its scoring and packing.
+            counted: what is kept of each role; None where the request does not ask.
         """
-        every = self.stages.gathered(pages)
-        if every is None:
+        own = pages[:, None]
+        if counted is not None:
+            own = torch.cat([own, counted.pairs.to(own.dtype)], dim=1)
+        told = self.stages.gathered(own)
+        if told is None:
             return
-        pages = every
         # The copy's end is the last thing that is asked of the device.
         with stopwatch.running():
-            if pages.is_cuda:
-                here = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
-                pages = here.copy_(pages, non_blocking=True)
-        self._pending.append(_Pending(todo, pages, stopwatch))
+            if told.is_cuda:
+                here = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+                told = here.copy_(told, non_blocking=True)
+        self._pending.append(_Pending(todo, told, counted, stopwatch))
 
     def take(self) -> list[Packed]:
         """Those that the device has packed since the last call."""
@@ -102,16 +119,20 @@ class Reports:
 
 
 def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
-    plan = pending.todo.plan
-    pages: list[Any] = pending.pages.tolist()
+    todo, plan = pending.todo, pending.todo.plan
+    told: list[list[int]] = pending.told.tolist()
+    by_role = tuple[RoleKept, ...]()
+    if pending.counted is not None:
+        by_role = pending.counted.kept(todo, [pairs for _, *pairs in told])
     return Packed(
-        request_id=pending.todo.request_id,
-        method=pending.todo.settings.compress,
-        tokens=pending.todo.prompt_tokens,
-        answered=pending.todo.answered or 0,
+        request_id=todo.request_id,
+        method=todo.settings.compress,
+        tokens=todo.prompt_tokens,
+        answered=todo.answered or 0,
         layers=layers,
-        layer_tokens=tuple(int(count) * plan.block_size + plan.tail for count in pages),
+        layer_tokens=tuple(pages * plan.block_size + plan.tail for pages, *_ in told),
         seconds=pending.stopwatch.seconds,
+        by_role=by_role,
     )
 
 

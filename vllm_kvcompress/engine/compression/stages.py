@@ -11,7 +11,7 @@ from vllm_kvcompress.devices import to_device
 class Stages:
     """This worker's place in the pipeline.
 
-    vLLM hears the last stage alone. The others send it how many pages their layers keep, from
+    vLLM hears the last stage alone. The others send it what is told of their layers, from
     device to device and behind everything else that this pair of ranks exchanges in a step: all
     follow the same plan, so both know what is sent, and the host waits for nothing.
 
@@ -35,17 +35,17 @@ class Stages:
         # What is on its way, which must stay as it is.
         self._sent: list[tuple[torch.distributed.Work, torch.Tensor]] = []
 
-    def gathered(self, pages: torch.Tensor) -> torch.Tensor | None:
-        """Pages that the layers of all stages keep, where this is the last one; else None.
+    def gathered(self, told: torch.Tensor) -> torch.Tensor | None:
+        """What is told of the layers of all stages, where this is the last one; else None.
 
         Args:
-            pages: ``[L]``, of this stage's layers, where they were computed.
+            told: ``[L, n]`` integers, of this stage's layers, where they were computed.
         """
         if self._count == 1:
-            return pages
+            return told
         assert self._device is not None
         group, last = get_pp_group(), self._count - 1
-        own = to_device(pages, torch.int32, self._device)
+        own = to_device(told, torch.int32, self._device)
         if self._stage < last:
             work = torch.distributed.isend(own, group.ranks[last], group=group.device_group)
             assert work is not None, "this rank is not of the pipeline's group"

@@ -11,16 +11,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvcompress.doctor.probe_prompt import Limits
-from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, parts_of
+from vllm_kvcompress.engine.frontend.by_role import every_role
+from vllm_kvcompress.engine.frontend.chat_parts import parts_of
 from vllm_kvcompress.engine.frontend.protection import protected_spans
-from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.settings.protection import TOOLS
-
-TEMPLATE = "template"
-"""What of a chat is no message's and no tool's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +67,8 @@ def prompt_of(
         ids=ids,
         rendered=prompt,
         protected=protected,
-        parts={} if parts is None else _by_role(parts, chat["messages"], len(ids)),
+        parts={} if parts is None else every_role(parts, len(ids)),
     )
-
-
-def _by_role(parts: ChatParts, messages: list[dict[str, Any]], tokens: int) -> dict[str, Spans]:
-    """The tokens of each role, and those of no message; a part that cannot be told is left out."""
-    found = dict[str, Spans]()
-    for word in (TOOLS, *dict.fromkeys(str(message.get("role")) for message in messages)):
-        try:
-            spans = parts.spans(word)
-        except PartError:
-            continue
-        if spans:
-            found[word] = spans
-    own = {at for spans in found.values() for start, stop in spans for at in range(start, stop)}
-    rest = tuple((at, at + 1) for at in range(tokens) if at not in own)
-    return {**found, TEMPLATE: rest} if rest else found
 
 
 def _refuse_too_long(ids: list[int], limits: Limits) -> None:

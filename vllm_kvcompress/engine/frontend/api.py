@@ -22,16 +22,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.engine.frontend.aliases import resolve
-from vllm_kvcompress.engine.frontend.chat_parts import wanted
+from vllm_kvcompress.engine.frontend.by_role import asked_roles
+from vllm_kvcompress.engine.frontend.chat_parts import EVERY_ROLE, wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
-from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import protection_for, settings_for
+from vllm_kvcompress.settings.overrides import by_role_for, protection_for, settings_for
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (
@@ -78,6 +79,7 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
         settings_for(policy.settings, extra_args)
         if policy.settings is not None:
             protection_for(policy.settings, extra_args)
+            by_role_for(policy.settings, extra_args)
 
 
 @contextmanager
@@ -99,22 +101,23 @@ def _policy(processor: InputProcessor) -> _Policy:
     return _policies[processor]
 
 
-def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> Spans:
+def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
     """Run `check`, and `check_room` where the prompt's tokens are known.
 
     Returns:
-        What of the prompt is protected.
+        What of the prompt is protected, and the tokens of each role where the request asks.
     """
     if not isinstance(params, SamplingParams):
-        return ()
+        return (), {}
     config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
     check(processor, extra_args)
     with _refusing():
         spans = protected_spans(config, policy.settings, params, prompt)
+        roles = asked_roles(policy.settings, params, prompt)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     tokens = None if ids is None else len(ids)
     check_room(config, policy.settings, extra_args, tokens, spans)
-    return spans
+    return spans, roles
 
 
 def install() -> None:
@@ -128,10 +131,10 @@ def install() -> None:
     def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         params = kwargs["params"] if "params" in kwargs else args[2]
-        spans = _check_whole(self, prompt, params)
+        spans, roles = _check_whole(self, prompt, params)
         request = process_inputs(self, *args, **kwargs)
         if request.sampling_params is not None:
-            attach_spans(request.sampling_params, spans)
+            attach_spans(request.sampling_params, spans, roles)
         return request
 
     @functools.wraps(generate)
@@ -150,16 +153,20 @@ def install() -> None:
 
 
 def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
-    """The parts of a chat that are to be protected, where a request may be compressed.
+    """The parts of a chat that are to be found: what is protected, and what is asked about.
 
     None for beam search: it makes other prompts of a chat, which are no chats.
     """
     settings = _policy(processor).settings
     if getattr(request, "use_beam_search", False):
         return None
-    if settings is None or settings_for(settings, request.vllm_xargs) is None:
+    if settings is None:
         return ()
-    return protection_for(settings, request.vllm_xargs).words
+    # Of a prompt that is left whole as well: whoever compares the two times one search in both.
+    asked = (EVERY_ROLE,) if by_role_for(settings, request.vllm_xargs) else ()
+    if settings_for(settings, request.vllm_xargs) is None:
+        return asked
+    return (*protection_for(settings, request.vllm_xargs).words, *asked)
 
 
 def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None:

@@ -36,6 +36,9 @@ _MOST_MESSAGES = 32
 _ENDS = 256
 """Tokens at either end of a question that are protected."""
 
+EVERY_ROLE = "every role"
+"""Stands for the tools and the messages of each role that a chat has."""
+
 wanted: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_wanted", default=None)
 """The parts that the chat which this server is answering needs; None where it is no chat."""
 
@@ -57,6 +60,9 @@ class ChatParts:
         params: vLLM's parameters of the template.
         tokenizing: vLLM's parameters of the tokenizer.
         prompt: what vLLM made of it for the engine.
+
+    Attributes:
+        roles: of its messages, in their order.
     """
 
     renderer: Any
@@ -64,8 +70,13 @@ class ChatParts:
     params: Any
     tokenizing: Any
     prompt: Mapping[str, Any]
+    roles: tuple[str, ...] = field(init=False)
     _found: dict[str, Spans | PartError] = field(default_factory=dict)
     _letters: "Letters | None" = None
+
+    def __post_init__(self) -> None:
+        named = (m.get("role") for m in self.messages if isinstance(m, Mapping))
+        self.roles = tuple(dict.fromkeys(str(role) for role in named))
 
     def spans(self, word: str) -> Spans:
         """The tokens of a part, or of a role's messages; none where the chat has no such part.
@@ -91,7 +102,8 @@ class ChatParts:
 
         What that took is forgotten: this lives as long as the request.
         """
-        for word in words:
+        each = (own for word in words for own in self._meant(word))
+        for word in dict.fromkeys(each):
             with self._noting(word) as found:
                 for variant in self._variants(word):
                     with _rendering():
@@ -99,6 +111,9 @@ class ChatParts:
                     found.append(self._span(word, variant, made))
         self.renderer = self.params = self.tokenizing = self._letters = None
         self.messages, self.prompt = [], {}
+
+    def _meant(self, word: str) -> tuple[str, ...]:
+        return (TOOLS, *self.roles) if word == EVERY_ROLE else (word,)
 
     @contextmanager
     def _noting(self, word: str) -> Iterator[list[Span | None]]:

@@ -61,7 +61,20 @@ class Collected:
                 total[key] = sum(each.get(key, 0) for each in kept)
         if len(layers) == len(kept):
             total["layer_tokens"] = [sum(tokens) for tokens in zip(*layers, strict=True)]
+        if all("by_role" in each for each in kept):
+            total["by_role"] = _by_role([each["by_role"] for each in kept])
         return total
+
+
+def _by_role(prompts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Of each role the tokens of all prompts, and the share of them that is kept."""
+    total = dict[str, dict[str, Any]]()
+    for role in dict.fromkeys(role for each in prompts for role in each):
+        own = [each[role] for each in prompts if role in each]
+        tokens = sum(each["tokens"] for each in own)
+        kept = sum(each["tokens"] * each["kept"] for each in own)
+        total[role] = {"tokens": tokens, "kept": round(kept / tokens, 4)}
+    return total
 
 
 _collected: ContextVar[Collected | None] = ContextVar("kvcompress_collected", default=None)

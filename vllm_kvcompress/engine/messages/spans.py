@@ -1,21 +1,32 @@
-"""What of a request's prompt is protected, in its sampling parameters' extra arguments.
+"""What is known of a request's prompt, in its sampling parameters' extra arguments.
 
-The API server, or the process of `LLM`, finds it and puts it there. A client cannot: whatever it
-sends under this name is replaced.
+Which tokens are protected, and which are each role's where the request asks what is kept of them.
+The API server, or the process of `LLM`, finds them and puts them there. A client cannot: whatever
+it sends under these names is replaced.
 """
+
+from collections.abc import Iterable, Sequence
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_kvcompress.methods.spans import Spans
+from vllm_kvcompress.methods.spans import Roles, Spans
 
-_KEY = "kvcompress_spans"
+_PROTECTED, _ROLES = "kvcompress_spans", "kvcompress_roles"
 
 
-def attach_spans(params: SamplingParams, spans: Spans) -> None:
-    """Send the protected spans with a request, whose own parameters these are."""
-    others = {key: value for key, value in (params.extra_args or {}).items() if key != _KEY}
+def attach_spans(params: SamplingParams, spans: Spans, roles: Roles) -> None:
+    """Send a prompt's spans with its request, whose own parameters these are.
+
+    Args:
+        spans: what is protected.
+        roles: the tokens of each role; empty where nobody asks.
+    """
+    given = (params.extra_args or {}).items()
+    others = {key: value for key, value in given if key not in (_PROTECTED, _ROLES)}
     if spans:
-        others[_KEY] = [list(span) for span in spans]
+        others[_PROTECTED] = [list(span) for span in spans]
+    if roles:
+        others[_ROLES] = {role: [list(span) for span in own] for role, own in roles.items()}
     if others or params.extra_args:
         params.extra_args = others or None
 
@@ -23,5 +34,14 @@ def attach_spans(params: SamplingParams, spans: Spans) -> None:
 def spans_of(params: SamplingParams | None) -> Spans:
     """The protected spans that came with a request."""
     extra_args = None if params is None else params.extra_args
-    found = (extra_args or {}).get(_KEY, ())
+    return _spans((extra_args or {}).get(_PROTECTED, ()))
+
+
+def roles_of(params: SamplingParams | None) -> Roles:
+    """The tokens of each role that came with a request; none where it does not ask."""
+    extra_args = None if params is None else params.extra_args
+    return {role: _spans(own) for role, own in (extra_args or {}).get(_ROLES, {}).items()}
+
+
+def _spans(found: Iterable[Sequence[int]]) -> Spans:
     return tuple((int(start), int(stop)) for start, stop in found)

@@ -5,6 +5,7 @@ attribute ``kvcompress`` that vLLM's own classes do not know.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -126,6 +127,19 @@ class StepPlan:
         return tuple(todo for todo in self.pack if todo.prefill and (todo.ends or todo.cut))
 
 
+class RoleKept(NamedTuple):
+    """How much is kept of one role's tokens.
+
+    Args:
+        tokens: that it has in the prompt.
+        share: that is kept of them, mean of all layers and KV heads.
+    """
+
+    role: str
+    tokens: int
+    share: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """One prompt that a worker has packed. Pickled with the step's output.
@@ -138,6 +152,7 @@ class Packed:
         layers: indices of the model's layers that are compressed.
         layer_tokens: tokens that each of these keeps, those of the answer included.
         seconds: what scoring and packing took on the worker's device.
+        by_role: where the request asks, and nothing of its prompt was dropped before.
     """
 
     request_id: str
@@ -147,6 +162,7 @@ class Packed:
     layer_tokens: tuple[int, ...]
     seconds: float
     answered: int = 0
+    by_role: tuple[RoleKept, ...] = ()
 
     @property
     def kept(self) -> float:

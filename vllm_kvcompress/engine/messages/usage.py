@@ -11,7 +11,8 @@ _KEY = "kvcompress"
 
 Kept = dict[str, Any]
 """``method``, ``budget``, ``prompt_tokens`` and ``kept_tokens`` of a new compression, ``lookahead``
-and ``protected_tokens`` where it has some, and ``layer_tokens`` once the workers have told them."""
+and ``protected_tokens`` where it has some, and ``layer_tokens`` once the workers have told them,
+with ``by_role`` where the request asks: ``tokens`` of each role, and the share ``kept`` of them."""
 
 
 def attach_kept(output: EngineCoreOutput, kept: Kept) -> None:

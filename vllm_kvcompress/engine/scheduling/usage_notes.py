@@ -48,6 +48,11 @@ class UsageNotes:
             # Another length means that the prompt was compressed again since.
             if news["prompt_tokens"] == done.tokens:
                 news["layer_tokens"] = list(done.layer_tokens)
+                if done.by_role:
+                    news["by_role"] = {
+                        role: {"tokens": tokens, "kept": share}
+                        for role, tokens, share in done.by_role
+                    }
 
     def send(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Give each output its request's news."""

@@ -1,0 +1,66 @@
+"""Which tokens of a chat are each role's: its messages', its tools', and the template's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, parts_of
+from vllm_kvcompress.engine.frontend.renderings import PartError
+from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.methods.spans import Roles, Spans, clipped, joined, others
+from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for
+from vllm_kvcompress.settings.protection import TOOLS
+
+TEMPLATE, OTHER = "template", "other"
+"""What of a chat is no message's and no tool's, and its name where some of those were not found."""
+
+
+def asked_roles(settings: CompressionConfig | None, params: SamplingParams, prompt: Any) -> Roles:
+    """The tokens of each role, where a request asks what is kept of them; else none.
+
+    Args:
+        settings: the engine's; None without compression.
+        params: the request's.
+        prompt: as it goes to the engine.
+
+    Raises:
+        OverrideError: the request may not ask, or is no chat.
+    """
+    if settings is None or not by_role_for(settings, params.extra_args):
+        return {}
+    parts = parts_of(prompt)
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if parts is None or ids is None:
+        raise OverrideError(
+            "invalid",
+            f"{BY_ROLE} needs a chat that a template was applied to, and this request is none;"
+            f" remove {BY_ROLE}",
+        )
+    return every_role(parts, len(ids))
+
+
+def every_role(parts: ChatParts, tokens: int) -> dict[str, Spans]:
+    """The tokens of each role's messages, of the tools, and of all else; each in one of them.
+
+    A role whose messages cannot be told apart, such as one that shows pictures, is in `OTHER`.
+
+    Args:
+        tokens: of the whole prompt.
+    """
+    found, taken, rest = dict[str, Spans](), Spans(), TEMPLATE
+    for word in (TOOLS, *parts.roles):
+        try:
+            spans = parts.spans(word)
+        except PartError:
+            rest = OTHER
+            continue
+        # A token on the border of two parts was counted with the first one.
+        free = others(taken, tokens)
+        if own := joined(part for gap in free for part in clipped(spans, *gap)):
+            found[word] = own
+            taken = joined([*taken, *own])
+    if left := others(taken, tokens):
+        found[rest] = left
+    return found
