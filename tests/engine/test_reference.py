@@ -70,8 +70,9 @@ def scores_of(method: str, mean: torch.Tensor, variance: torch.Tensor, heads: in
     return out
 
 
-def decoded_from_kept(seen, held, shape, whole: int) -> None:
+def decoded_from_kept(seen, held, shape, tokens: int) -> None:
     """Every decode step attends to the kept tokens, the tail and what was decoded, and only."""
+    whole = tokens // BLOCK * BLOCK
     for layer, (keys, values) in enumerate(held):
         q, k, v, out = (
             torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
@@ -79,8 +80,8 @@ def decoded_from_kept(seen, held, shape, whole: int) -> None:
         )
         q, k, v, out = (x.view(len(q), -1, shape.head_dim) for x in (q, k, v, out))
         sinks = seen[layer]["sinks"]
-        assert len(q) > len(PROMPT) + 4
-        for at in range(len(PROMPT), len(q)):
+        assert len(q) > tokens + 4
+        for at in range(tokens, len(q)):
             for head in range(shape.heads):
                 kv = head // (shape.heads // shape.kv_heads)
                 every_k = torch.cat([keys[kv].double(), k[whole : at + 1, kv]])
@@ -92,6 +93,53 @@ def decoded_from_kept(seen, held, shape, whole: int) -> None:
                 bound = (1e-6 + rounding) * every_v.abs().amax().item()
                 weights = softmax(logits, None if sinks is None else sinks[head])
                 assert (out[at, head] - weights @ every_v).abs().amax() <= bound
+
+
+def packed(llm):
+    """Step until a prompt is packed: pages of each layer, and the keys and values in them."""
+    while not llm.compressor.compressed:
+        llm.step()
+    (slot,) = llm.compressor.pool._slots.values()
+    pool, compressor = llm.compressor.pool, llm.compressor
+    counts = pool._num_packed[slot].tolist()
+    held = []
+    for layer, count in enumerate(counts):
+        pages = pool._packed[slot, layer, :count].long()
+        keys, values = compressor.packer.mover.read(pages)
+        held.append((keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)))
+    return counts, held
+
+
+def equals_the_reference(made, seen, counts, held, shape, tokens: int) -> None:
+    """What the pages of a prompt hold is what the method says, in float64."""
+    whole = tokens // BLOCK * BLOCK
+    decoded_from_kept(seen, held, shape, tokens)
+    q, k, v = ([torch.cat(seen[i][part])[:tokens] for i in range(shape.layers)] for part in "qkv")
+    q, k, v = ([x.view(tokens, -1, shape.head_dim) for x in layers] for layers in (q, k, v))
+    found = [reference(q[i], k[i], seen[i]["sinks"]) for i in range(shape.layers)]
+    plan = page_plan(made.prompt(shape.layers, tokens), BLOCK)
+    entropy, shift = torch.tensor([pair for *_, pair in found], dtype=torch.float64).T
+    past = ALLOCATORS[made.compress].allocate(plan.prompt, LayerStats(entropy=entropy, shift=shift))
+    assert counts == round_to_pages(past + WINDOW, plan).tolist()
+    for layer, (keys, values) in enumerate(held):
+        mean, variance, _ = found[layer]
+        scores = scores_of(made.compress, mean, variance, shape.kv_heads)
+        for head in range(shape.kv_heads):
+            where = {row.numpy().tobytes(): i for i, row in enumerate(k[layer][:, head])}
+            assert len(where) == tokens, "keys must tell positions apart"
+            kept = [where[row.numpy().tobytes()] for row in keys[head]]
+            assert kept == sorted(kept)
+            assert torch.equal(values[head], v[layer][kept, head])
+            protected = set(range(tokens - WINDOW, whole))
+            assert protected <= set(kept)
+            ranked = scores[head][: min(whole, tokens - WINDOW)]
+            order = sorted(range(len(ranked)), key=lambda j: (-ranked[j].item(), j))
+            best = order[: len(kept) - len(protected)]
+            # float32 and float64 may rank equals differently, and nothing else
+            boundary = ranked[best[-1]].item()
+            for j in set(best) ^ (set(kept) - protected):
+                assert ranked[j].item() == pytest.approx(boundary, rel=1e-5), (layer, head, j)
+            assert len(set(best) ^ (set(kept) - protected)) <= 4
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
@@ -107,50 +155,10 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
     ) as llm:
         seen = llm.record_attention()
         llm.submit("r", PROMPT, 8)
-        while not llm.compressor.compressed:
-            llm.step()
-        (slot,) = llm.compressor.pool._slots.values()
-        pool, compressor = llm.compressor.pool, llm.compressor
-        counts = pool._num_packed[slot].tolist()
-        held = []
-        for layer, count in enumerate(counts):
-            pages = pool._packed[slot, layer, :count].long()
-            keys, values = compressor.packer.mover.read(pages)
-            held.append(
-                (keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2))
-            )
+        counts, held = packed(llm)
         llm.drain()
 
     shape = {**SHAPES, **MIXTURES, **HYBRIDS}[name]
     shape = replace(shape, layers=len(seen))  # those with full attention
-    whole = len(PROMPT) // BLOCK * BLOCK
-    decoded_from_kept(seen, held, shape, whole)
-    q, k, v = (
-        [torch.cat(seen[i][part])[: len(PROMPT)] for i in range(shape.layers)] for part in "qkv"
-    )
-    q, k, v = ([x.view(len(PROMPT), -1, shape.head_dim) for x in layers] for layers in (q, k, v))
-    found = [reference(q[i], k[i], seen[i]["sinks"]) for i in range(shape.layers)]
     made = CompressionConfig.parse(config["kvcompress"])
-    plan = page_plan(made.prompt(shape.layers, len(PROMPT)), BLOCK)
-    entropy, shift = torch.tensor([pair for *_, pair in found], dtype=torch.float64).T
-    past = ALLOCATORS[method].allocate(plan.prompt, LayerStats(entropy=entropy, shift=shift))
-    assert counts == round_to_pages(past + WINDOW, plan).tolist()
-    for layer, (keys, values) in enumerate(held):
-        mean, variance, _ = found[layer]
-        scores = scores_of(method, mean, variance, shape.kv_heads)
-        for head in range(shape.kv_heads):
-            where = {row.numpy().tobytes(): i for i, row in enumerate(k[layer][:, head])}
-            assert len(where) == len(PROMPT), "keys must tell positions apart"
-            kept = [where[row.numpy().tobytes()] for row in keys[head]]
-            assert kept == sorted(kept)
-            assert torch.equal(values[head], v[layer][kept, head])
-            protected = set(range(len(PROMPT) - WINDOW, whole))
-            assert protected <= set(kept)
-            ranked = scores[head][: min(whole, len(PROMPT) - WINDOW)]
-            order = sorted(range(len(ranked)), key=lambda j: (-ranked[j].item(), j))
-            best = order[: len(kept) - len(protected)]
-            # float32 and float64 may rank equals differently, and nothing else
-            boundary = ranked[best[-1]].item()
-            for j in set(best) ^ (set(kept) - protected):
-                assert ranked[j].item() == pytest.approx(boundary, rel=1e-5), (layer, head, j)
-            assert len(set(best) ^ (set(kept) - protected)) <= 4
+    equals_the_reference(made, seen, counts, held, shape, len(PROMPT))

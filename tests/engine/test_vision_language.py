@@ -1,0 +1,155 @@
+"""Vision-language models: a picture's tokens are compressed as any others.
+
+Their positions are M-RoPE's, which keys carry when they are cached. `test_reference` says how what
+is kept is held against the methods in float64; here a picture is among what was asked.
+"""
+
+import pytest
+
+from engines import BLOCK, V2, engine, settings
+from test_reference import WINDOW, equals_the_reference, packed
+from vision_checkpoints import FAMILIES, ID, PICTURE, make, picture, without_videos
+from vllm_kvcompress.settings.config import CompressionConfig
+
+NAMES = ["qwen3-vl"] if V2 else list(FAMILIES)
+IMAGE = ID["<|image_pad|>"]
+NEW = 12
+COLUMNS, ROWS = 12, 10
+TEXT = "The lamp is blue, the door is red, and nobody knows who painted them so. "
+OPTIONS = dict(
+    skip_tokenizer_init=False,
+    max_model_len=1024,
+    max_num_seqs=8,
+    limit_mm_per_prompt={"video": 0},
+)
+
+pytestmark = pytest.mark.usefixtures(without_videos.__name__)
+
+
+def asked(seed=1, repeats=5, before="Look at this: "):
+    return {
+        "prompt": f"{before}{PICTURE} {TEXT * repeats}",
+        "multi_modal_data": {"image": picture(COLUMNS, ROWS, seed)},
+    }
+
+
+ASKED = [asked(1), asked(2), asked(1, repeats=3), asked(3, before=TEXT * 2)]
+
+
+def sampling(tokens=NEW, **more):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
+
+
+def outputs(llm, prompts, tokens=NEW, **more):
+    return llm.llm.generate(prompts, sampling(tokens, **more), use_tqdm=False)
+
+
+def answers(llm, prompts, tokens=NEW, **more):
+    return [list(o.outputs[0].token_ids) for o in outputs(llm, prompts, tokens, **more)]
+
+
+@pytest.mark.parametrize("method", ["cake", "snapkv"])
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
+    """Chunks of 150 end within the picture; positions are its own, which no count gives."""
+    config = settings(method, 0.3, window=WINDOW)
+    with engine(
+        make(name, checkpoints_folder),
+        additional_config=config,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=150,
+        **OPTIONS,
+    ) as llm:
+        seen, free = llm.record_attention(), llm.free_blocks
+        llm.llm.llm_engine.add_request("r", asked(), sampling(8))
+        counts, held = packed(llm)
+        (request,) = llm.running()
+        tokens = request.num_prompt_tokens
+        pictures = [at for at, token in enumerate(request.prompt_token_ids) if token == IMAGE]
+        assert COLUMNS * ROWS <= len(pictures) < tokens - WINDOW
+        assert free - llm.free_blocks < tokens // BLOCK
+        llm.drain()
+        assert llm.free_blocks == free
+    family = FAMILIES[name]
+    made = CompressionConfig.parse(config["kvcompress"])
+    equals_the_reference(made, seen, counts, held, family, tokens)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def alone(request, checkpoints_folder):
+    """A model, vLLM's own answers, and each compressed answer by itself."""
+    model, config = make(request.param, checkpoints_folder), settings("cake", 0.3)
+    with engine(model, **OPTIONS) as llm:
+        plain = answers(llm, ASKED)
+    with engine(model, additional_config=config, enable_prefix_caching=False, **OPTIONS) as llm:
+        return model, plain, [answers(llm, [each])[0] for each in ASKED]
+
+
+def test_whole_it_is_vllms_own_and_compressed_the_first_token_is(alone):
+    model, plain, want = alone
+    assert [answer[0] for answer in want] == [answer[0] for answer in plain]
+    assert want != plain
+    config = settings("cake", 0.3, allow_override="all")
+    with engine(model, additional_config=config, **OPTIONS) as llm:
+        for ask in ({"kv_budget": 1.0}, {"kv_compress": "off"}):
+            assert answers(llm, ASKED, extra_args=ask) == plain
+        assert answers(llm, ASKED) == want
+        others = answers(llm, ASKED, extra_args={"kv_compress": "h2o", "kv_budget": 0.2})
+        assert others not in (plain, want)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 96}], ids=["batch", "chunks"])
+def test_an_answer_depends_on_its_own_picture(more, alone):
+    """The prefix cache gives a picture's blocks to nobody who shows another, in either order."""
+    model, _, want = alone
+    config = settings("cake", 0.3)
+    with engine(model, additional_config=config, **{**OPTIONS, **more}) as llm:
+        free = llm.free_blocks
+        assert answers(llm, ASKED) == want
+        again = outputs(llm, ASKED[::-1])
+        assert [list(o.outputs[0].token_ids) for o in again] == want[::-1]
+        # the picture and more were found, and a method's window was computed
+        assert all(o.num_cached_tokens > COLUMNS * ROWS for o in again)
+        (other,) = outputs(llm, [asked(9)])
+        assert other.num_cached_tokens <= BLOCK
+        llm.settle()
+        assert llm.free_blocks == free
+
+
+def test_preempted_it_goes_on_and_every_block_returns(alone):
+    model, _, want = alone
+    config = settings("cake", 0.3)
+    small = {**OPTIONS, "max_model_len": 768, "enable_prefix_caching": False}
+    with engine(model, additional_config=config, blocks=1 + 25, **small) as llm:
+        free, cuts = llm.free_blocks, llm.watch_preemptions()
+        got = answers(llm, ASKED, 200)
+        assert cuts
+        # until it was preempted, an answer is what it is alone
+        for number, answer in enumerate(got):
+            first = min(cuts.get(str(number), [NEW]) + [NEW])
+            assert answer[:first] == want[number][:first]
+        assert llm.free_blocks == free
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"lookahead": 16}, {"decode_budget": 128, "decode_interval": BLOCK}],
+    ids=["lookahead", "decode-budget"],
+)
+def test_judged_by_its_answer_it_is_the_same_in_company(more, alone):
+    model, plain, _ = alone
+    config = settings("cake", 0.3, **more)
+    with engine(model, additional_config=config, **OPTIONS) as llm:
+        free, repacked = llm.free_blocks, llm.watch_repacking()
+        want = [answers(llm, [each], 80)[0] for each in ASKED]
+        assert llm.compressor.compressed == len(ASKED)
+        assert answers(llm, ASKED, 80) == want
+        assert [answer[0] for answer in want] == [answer[0] for answer in plain]
+        if "lookahead" in more:  # its prompt stood whole
+            assert [a[:NEW] for a in want] == plain
+        else:
+            assert repacked
+        llm.settle()
+        assert llm.free_blocks == free

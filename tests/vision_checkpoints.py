@@ -1,0 +1,202 @@
+"""Tiny random checkpoints of vision-language models, each with a processor, and pictures for them.
+
+Tokenizer, template and image processor are real, made here without a network: a letter is a token,
+and a picture has one for each 28 x 28 or 32 x 32 of its pixels. A video's processor needs
+torchvision, which the CPU build of torch lacks; a stand-in, which processes nothing, takes its
+place.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3VLMoeForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration as Qwen25
+from transformers import Qwen3VLForConditionalGeneration as Qwen3
+from transformers.processing_utils import VideosKwargs
+
+from checkpoints import EXPERTS, VOCAB
+
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+ID = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+TEMPLATE = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
+{%- if part.type == 'text' %}{{ part.text }}
+{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>
+{%- else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: its class, its layers' heads, and what else its parts need.
+
+    Args:
+        patch: pixels of a patch's side; four patches are a token.
+        text, vision: further keys of the two parts of its configuration.
+        sections: of M-RoPE, half a head's dimensions.
+    """
+
+    model: Any
+    patch: int
+    sections: tuple[int, int, int]
+    text: Mapping[str, Any] = field(default_factory=dict)
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+
+
+_QWEN3 = {
+    "out_hidden_size": 128,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
+FAMILIES = {
+    "qwen2.5-vl": Family(
+        Qwen25, 14, (4, 6, 6), vision={"out_hidden_size": 128, "fullatt_block_indexes": [1]}
+    ),
+    "qwen3-vl": Family(Qwen3, 16, (6, 5, 5), vision=_QWEN3),
+    "qwen3-vl-moe": Family(
+        Qwen3VLMoeForConditionalGeneration, 16, (6, 5, 5),
+        text={"num_experts": 8, "norm_topk_prob": True, **EXPERTS}, vision=_QWEN3,
+    ),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path) -> str:
+    """Write the checkpoint `name` below `folder` once; return its path."""
+    path = folder / name
+    if (path / "config.json").exists():
+        return str(path)
+    family = FAMILIES[name]
+    own = {
+        "vocab_size": VOCAB,
+        "hidden_size": family.heads * family.head_dim,
+        "intermediate_size": 128,
+        "num_hidden_layers": family.layers,
+        "num_attention_heads": family.heads,
+        "num_key_value_heads": family.kv_heads,
+        "head_dim": family.head_dim,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": list(family.sections),
+            "mrope_interleaved": family.model is not Qwen25,
+        },
+    }
+    eyes = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+    config = family.model.config_class(
+        text_config={**own, **family.text},
+        vision_config={**eyes, "patch_size": family.patch, **family.vision},
+        image_token_id=ID["<|image_pad|>"],
+        video_token_id=ID["<|video_pad|>"],
+        vision_start_token_id=ID["<|vision_start|>"],
+        vision_end_token_id=ID["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(len(name))
+    family.model(config).save_pretrained(path)
+    if "num_experts" in family.text:
+        _as_published(path / "model.safetensors")
+    _write_processor(path, family)
+    return str(path)
+
+
+def _as_published(file: Path) -> None:
+    """Lay the experts' weights as published checkpoints do: what goes in, then what comes out."""
+    weights = load_file(file)
+    turned = {
+        name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+        for name, value in weights.items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})
+
+
+def _write_processor(path: Path, family: Family) -> None:
+    raw = Tokenizer(models.BPE(vocab=ID, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", additional_special_tokens=list(SPECIAL)
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    newer = family.model is not Qwen25
+    pictures = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor" if newer else "Qwen2_5_VLProcessor",
+        "patch_size": family.patch,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 4096, "longest_edge": 262144},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(pictures))
+
+
+def picture(columns: int, rows: int, seed: int) -> Image.Image:
+    """A picture of noise, of as many tokens as columns times rows, whatever the family."""
+    pixels = torch.randint(
+        256, (rows, columns, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return Image.fromarray(pixels.numpy()).resize((columns * 32, rows * 32), Image.NEAREST)
+
+
+class NoVideos(dict[str, Any]):
+    """What stands where a video's processor would, and processes none."""
+
+    valid_kwargs = VideosKwargs
+    size: ClassVar = {"shortest_edge": 4096, "longest_edge": 262144}
+    patch_size, merge_size, temporal_patch_size = 16, 2, 2
+    fps, min_frames, max_frames = 2, 4, 8
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> "NoVideos":
+        return cls()
+
+
+@pytest.fixture(scope="module")
+def without_videos():
+    """Processors of images and videos can be made without torchvision: they process images."""
+    from transformers import processing_utils as processing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            processing.transformers_module, "VideoProcessorMixin", NoVideos, raising=False
+        )
+        # vLLM's Qwen3-VL imports, for their names, processors that import it
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            module = ModuleType(f"torchvision{name}")
+            module.__spec__ = ModuleSpec(module.__name__, None)
+            patch.setitem(sys.modules, module.__name__, module)
+        sys.modules["torchvision.transforms.v2"].functional = module
+        names = processing._LazyAutoProcessorMapping._MAPPING_NAMES
+        patch.setitem(names, "video_processor", (__name__, NoVideos.__name__))
+        yield
