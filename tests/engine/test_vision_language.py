@@ -6,9 +6,10 @@ is kept is held against the methods in float64; here a picture is among what was
 
 import pytest
 
-from engines import BLOCK, V2, engine, settings
+from engines import BLOCK, V2, engine, first_runner, settings
 from test_reference import WINDOW, equals_the_reference, packed
 from vision_checkpoints import FAMILIES, ID, PICTURE, make, picture, without_videos
+from vllm_kvcompress.engine.frontend import modalities
 from vllm_kvcompress.settings.config import CompressionConfig
 
 NAMES = ["qwen3-vl"] if V2 else list(FAMILIES)
@@ -101,7 +102,7 @@ def test_whole_it_is_vllms_own_and_compressed_the_first_token_is(alone):
 
 
 @pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 96}], ids=["batch", "chunks"])
-def test_an_answer_depends_on_its_own_picture(more, alone):
+def test_trap_21_an_answer_depends_on_its_own_picture(more, alone):
     """The prefix cache gives a picture's blocks to nobody who shows another, in either order."""
     model, _, want = alone
     config = settings("cake", 0.3)
@@ -128,7 +129,7 @@ def test_preempted_it_goes_on_and_every_block_returns(alone):
         assert cuts
         # until it was preempted, an answer is what it is alone
         for number, answer in enumerate(got):
-            first = min(cuts.get(str(number), [NEW]) + [NEW])
+            first = min([*cuts.get(str(number), [NEW]), NEW])
             assert answer[:first] == want[number][:first]
         assert llm.free_blocks == free
 
@@ -153,3 +154,32 @@ def test_judged_by_its_answer_it_is_the_same_in_company(more, alone):
             assert repacked
         llm.settle()
         assert llm.free_blocks == free
+
+
+@first_runner
+def test_what_was_not_tested_is_refused_unless_it_is_left_whole(alone, monkeypatch):
+    """By name and before it runs: videos, pictures of other models, and prompts in pieces."""
+    from vllm.exceptions import VLLMValidationError
+
+    model, plain, _ = alone
+    pieces = dict(max_whole=512, piece=256, probe=16)
+    config = settings("cake", 0.3, allow_override="off", **pieces)
+    off = {"kv_compress": "off"}
+    with engine(model, additional_config=config, **OPTIONS) as llm:
+        with pytest.raises(VLLMValidationError, match="may be packed piece by piece"):
+            answers(llm, ASKED[:1], 200)
+        assert answers(llm, ASKED[:1], extra_args=off) == plain[:1]
+        assert answers(llm, ASKED[:1])[0][0] == plain[0][0]  # it has no 512 tokens with its answer
+        process = llm.llm.llm_engine.input_processor.process_inputs
+        ids = [ID["<|video_pad|>"]] * 300
+        video = {"type": "multimodal", "prompt_token_ids": ids, "mm_placeholders": {"video": []}}
+        with pytest.raises(VLLMValidationError, match=r"has \['video'\], which was not tested"):
+            process("v", video, sampling(), supported_tasks=("generate",))
+        told = llm.scheduler.vllm_config
+        assert modalities.warning_of(told) is None  # it takes no videos
+        monkeypatch.setattr(modalities, "TESTED", {})
+        assert "with anything but text were not tested" in modalities.warning_of(told)
+        with pytest.raises(VLLMValidationError, match=r"may hold text alone .* has \['image'\]"):
+            answers(llm, ASKED[:1])
+        assert answers(llm, ASKED[:1], extra_args=off) == plain[:1]
+        assert not llm.llm.llm_engine.has_unfinished_requests()

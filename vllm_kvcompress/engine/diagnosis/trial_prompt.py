@@ -27,7 +27,8 @@ class TrialPrompt:
         ids: its tokens.
         rendered: as the engine takes it.
         protected: what of it is protected by the engine's settings.
-        parts: of a chat, the tokens of each role's messages, of its tools and of the template.
+        parts: of a chat, the tokens of its pictures, of each role's messages, of its tools and of
+            the template.
     """
 
     ids: list[int]
@@ -67,7 +68,7 @@ def prompt_of(
         ids=ids,
         rendered=prompt,
         protected=protected,
-        parts={} if parts is None else every_role(parts, len(ids)),
+        parts={} if parts is None else every_role(parts, prompt),
     )
 
 

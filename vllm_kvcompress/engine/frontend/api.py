@@ -25,6 +25,7 @@ from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.by_role import asked_roles
 from vllm_kvcompress.engine.frontend.chat_parts import EVERY_ROLE, wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
+from vllm_kvcompress.engine.frontend.modalities import refuse_untested
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
@@ -112,6 +113,7 @@ def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[S
     config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
     check(processor, extra_args)
     with _refusing():
+        refuse_untested(config, policy.settings, params, prompt)
         spans = protected_spans(config, policy.settings, params, prompt)
         roles = asked_roles(policy.settings, params, prompt)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None

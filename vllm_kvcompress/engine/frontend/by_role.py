@@ -6,6 +6,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, parts_of
+from vllm_kvcompress.engine.frontend.modalities import places_of
 from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Roles, Spans, clipped, joined, others
@@ -31,25 +32,27 @@ def asked_roles(settings: CompressionConfig | None, params: SamplingParams, prom
     if settings is None or not by_role_for(settings, params.extra_args):
         return {}
     parts = parts_of(prompt)
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    if parts is None or ids is None:
+    if parts is None or prompt.get("prompt_token_ids") is None:
         raise OverrideError(
             "invalid",
             f"{BY_ROLE} needs a chat that a template was applied to, and this request is none;"
             f" remove {BY_ROLE}",
         )
-    return every_role(parts, len(ids))
+    return every_role(parts, prompt)
 
 
-def every_role(parts: ChatParts, tokens: int) -> dict[str, Spans]:
+def every_role(parts: ChatParts, prompt: Mapping[str, Any]) -> dict[str, Spans]:
     """The tokens of each role's messages, of the tools, and of all else; each in one of them.
 
-    A role whose messages cannot be told apart, such as one that shows pictures, is in `OTHER`.
+    Pictures are told for themselves, and the roles of a chat that has some are in `OTHER`, as is
+    any role whose messages cannot be told apart.
 
     Args:
-        tokens: of the whole prompt.
+        prompt: the chat as it goes to the engine.
     """
-    found, taken, rest = dict[str, Spans](), Spans(), TEMPLATE
+    tokens, rest = len(prompt["prompt_token_ids"]), TEMPLATE
+    found = places_of(prompt)
+    taken = joined(span for spans in found.values() for span in spans)
     for word in (TOOLS, *parts.roles):
         try:
             spans = parts.spans(word)

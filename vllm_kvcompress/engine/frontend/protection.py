@@ -46,7 +46,7 @@ def protected_spans(
     given = prompt if isinstance(prompt, Mapping) else {}
     ids, rows = given.get("prompt_token_ids"), given.get("prompt_embeds")
     if ids is None:
-        whole = rows is not None and _stays_whole(own, params, len(rows))
+        whole = rows is not None and stays_whole(own, params, len(rows))
         if not whole and (asked.spans or asked.named or wanted.get() is not None):
             raise OverrideError(
                 "invalid",
@@ -58,7 +58,7 @@ def protected_spans(
         spans = parse_spans(asked.spans, len(ids))
     except ConfigError as e:
         raise OverrideError("invalid", f"{PROTECT}: {e}") from None
-    if _stays_whole(own, params, len(ids)):
+    if stays_whole(own, params, len(ids)):
         return ()
     granted = joined(_of_words(asked.granted, asked, settings, prompt))
     others = tuple(word for word in asked.words if word not in asked.granted)
@@ -74,7 +74,7 @@ def protected_spans(
     return spans
 
 
-def _stays_whole(own: CompressionConfig, params: SamplingParams, tokens: int) -> bool:
+def stays_whole(own: CompressionConfig, params: SamplingParams, tokens: int) -> bool:
     """Whether nothing of a prompt is ever dropped, by its length or its answer's."""
     most = params.max_tokens
     if own.max_whole is None and most is not None and most <= 1:

@@ -69,6 +69,11 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         settings = settings.model_copy(update={"model": str(config.model_config.model)})
     config.additional_config = attach_settings(config.additional_config, settings)
     _log_settings(settings, prefix_caching=bool(config.cache_config.enable_prefix_caching))
+    # Imported here: it is of the process that takes requests.
+    from vllm_kvcompress.engine.frontend.modalities import warning_of
+
+    if warning := warning_of(config):
+        logger.warning(warning)
 
 
 def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
