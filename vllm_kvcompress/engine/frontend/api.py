@@ -25,7 +25,7 @@ from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.by_role import asked_roles
 from vllm_kvcompress.engine.frontend.chat_parts import EVERY_ROLE, wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
-from vllm_kvcompress.engine.frontend.modalities import refuse_untested
+from vllm_kvcompress.engine.frontend.modalities import held_beside_text, refuse_untested
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
@@ -103,6 +103,20 @@ def _policy(processor: InputProcessor) -> _Policy:
 
 
 def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
+    """Run `_checked_whole`; the pictures of a refused prompt are forgotten.
+
+    vLLM believes that the engine has what was processed for it, and would send no more than its
+    hash with the next request that shows the same picture.
+    """
+    try:
+        return _checked_whole(processor, prompt, params)
+    except VLLMValidationError:
+        if held_beside_text(prompt):
+            processor.renderer.clear_mm_cache()
+        raise
+
+
+def _checked_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
     """Run `check`, and `check_room` where the prompt's tokens are known.
 
     Returns:
