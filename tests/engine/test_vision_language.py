@@ -162,14 +162,14 @@ def test_what_was_not_tested_is_refused_unless_it_is_left_whole(alone, monkeypat
     from vllm.exceptions import VLLMValidationError
 
     model, plain, _ = alone
-    pieces = dict(max_whole=512, piece=256, probe=16)
+    pieces = dict(max_whole=640, piece=256, probe=16)
     config = settings("cake", 0.3, allow_override="off", **pieces)
     off = {"kv_compress": "off"}
     with engine(model, additional_config=config, **OPTIONS) as llm:
         with pytest.raises(VLLMValidationError, match="may be packed piece by piece"):
             answers(llm, ASKED[:1], 200)
         assert answers(llm, ASKED[:1], extra_args=off) == plain[:1]
-        assert answers(llm, ASKED[:1])[0][0] == plain[0][0]  # it has no 512 tokens with its answer
+        assert answers(llm, ASKED[:1])[0][0] == plain[0][0]  # it has no 640 tokens with its answer
         process = llm.llm.llm_engine.input_processor.process_inputs
         ids = [ID["<|video_pad|>"]] * 300
         video = {"type": "multimodal", "prompt_token_ids": ids, "mm_placeholders": {"video": []}}
