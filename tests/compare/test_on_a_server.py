@@ -154,6 +154,7 @@ CHAT = [
     {"role": "system", "content": "Answer in one word, and never with a number."},
     {"role": "user", "content": "Here is a text.\n"},
     {"role": "assistant", "content": "I have read it."},
+    {"role": "developer", "content": "Now answer in two."},
     {"role": "user", "content": "What is it about?"},
 ]
 
@@ -163,6 +164,11 @@ CHAT = [
 def test_what_is_kept_of_each_role_adds_up_to_what_is_kept(url, endpoint, protect):
     chat = [dict(message) for message in CHAT]
     chat[1]["content"] += english()[:3000]
+    if endpoint == "responses":
+        # whose roles are those that OpenAI knows
+        del chat[3]
+    else:
+        chat.append({"role": "critic", "content": "Is that so?"})
     asked = {"kv_compress": "snapkv", "kv_budget": 0.2, "kv_by_role": True, "kv_protect": protect}
     field = "messages" if endpoint == "chat/completions" else "input"
     body = {"model": "it", field: chat, "temperature": 0, "vllm_xargs": asked}
@@ -172,7 +178,9 @@ def test_what_is_kept_of_each_role_adds_up_to_what_is_kept(url, endpoint, protec
     usage = answer.json()["usage"]
     told = (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["kv_compress"]
     roles = told["by_role"]
-    assert list(roles) == ["system", "user", "assistant", "template"]
+    assert list(roles) == [
+        *("system", "user", "assistant"), "template" if endpoint == "responses" else "other",
+    ]  # fmt: skip
     assert sum(own["tokens"] for own in roles.values()) == told["prompt_tokens"]
     kept = sum(own["tokens"] * own["kept"] for own in roles.values())
     # shares are told to four places
@@ -185,6 +193,7 @@ def test_what_is_kept_of_each_role_adds_up_to_what_is_kept(url, endpoint, protec
     [
         ({"messages": CHAT[:2]}, "maybe", "kv_by_role must be true or false, got 'maybe'"),
         ({"prompt": "a"}, True, "kv_by_role needs a chat that a template was applied to"),
+        ({"messages": CHAT[:2], "use_beam_search": True, "n": 2}, True, "without use_beam_search"),
     ],
 )
 def test_a_question_about_roles_that_means_nothing(url, more, asked, said):

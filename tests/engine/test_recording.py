@@ -74,13 +74,16 @@ def test_what_a_server_counts_of_each_role_is_what_doctor_notes(tokens, answered
     for packed_by in (recorder.packed, counting.packed):
         packed_by(todo, kept, counts)
     counted = counting.take("r")
-    told = counted.kept(todo, counted.pairs.tolist())
+    told = counted.shares(todo, counted.pairs.tolist())
     assert {role: share for role, _, share in told} == pytest.approx(recorder.prompts[0]["parts"])
     assert sum(own.tokens for own in told) == prompt
     assert counting.take("r") is None
     # of what was packed piece by piece a slot is no position, and nothing is told
     counting.packed(Pack(request_id="r", whole=False, **more), kept, counts)
     assert counting.take("r") is None
-    counting.begin_step(Told("other", {}, gone=["r"]))
-    counting.packed(todo, kept, counts)
-    assert counting.take("r") is None
+    # nor of another request of its name that does not ask, nor once it is gone
+    for later in (Told("r", {}), Told("other", {}, gone=["r"])):
+        counting.begin_step(Told("r", roles))
+        counting.begin_step(later)
+        counting.packed(todo, kept, counts)
+        assert counting.take("r") is None

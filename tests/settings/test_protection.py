@@ -116,22 +116,30 @@ def test_spans_that_overlap_or_touch_are_one():
 
 
 @pytest.mark.parametrize(
-    ("usage", "asked", "message"),
+    ("more", "asked", "message"),
     [
-        (True, "yes", "kv_by_role must be true or false, got 'yes'"),
-        (True, [1], r"kv_by_role must be true or false, got \[1\]"),
-        (False, True, "ask the operator for --kv-usage"),
+        ({}, "yes", "kv_by_role must be true or false, got 'yes'"),
+        ({}, [1], r"kv_by_role must be true or false, got \[1\]"),
+        ({"usage": False}, True, "ask the operator for --kv-usage"),
+        ({"allow_override": ""}, True, "ask the operator for --kv-allow-override"),
     ],
 )
-def test_who_may_ask_what_is_kept_of_roles(usage, asked, message):
-    settings = CompressionConfig.parse({"compress": "snapkv", "usage": usage})
-    assert by_role_for(settings, {BY_ROLE: True}) if usage else True
+def test_who_may_ask_what_is_kept_of_roles(more, asked, message):
+    may = {"compress": "snapkv", "usage": True, "allow_override": "cake"}
+    settings = CompressionConfig.parse(may)
+    assert by_role_for(settings, {BY_ROLE: True})
     assert not by_role_for(settings, {BY_ROLE: False})
     assert not by_role_for(settings, None)
     # asking is no choice of a method
-    assert settings_for(settings, {BY_ROLE: usage}) is settings
+    assert settings_for(settings, {BY_ROLE: True}) is settings
     with pytest.raises(OverrideError, match=message):
-        by_role_for(settings, {BY_ROLE: asked})
+        by_role_for(
+            CompressionConfig.parse({k: v for k, v in (may | more).items() if v}), {BY_ROLE: asked}
+        )
+    with pytest.raises(
+        OverrideError, match="without KV-cache compression, but the request asks for kv_by_role"
+    ):
+        settings_for(None, {BY_ROLE: True})
 
 
 def test_numbers_that_python_writes_no_text_of():

@@ -213,6 +213,14 @@ class Comparison:
                 "The server does not say what it compressed and kept: start it with --kv-usage."
                 " Figures are of all prompts, those that it left whole among them."
             )
+        compressed = [o for o in self._outcomes if o.kept_tokens is not None]
+        if missing := sum(not o.by_role for o in compressed):
+            remarks.append(
+                f"What was kept of each role is not told of {missing:,} of {len(compressed):,}"
+                " compressed answers: not where a prompt was packed piece by piece or in two"
+                " steps, where an answer of few tokens ended before a GPU's report, and by no"
+                " server without kv_by_role."
+            )
         whole = [str(s.cell) for s in asked if s.compressed == 0 and not s.baseline]
         if whole:
             least = self._served.settings.get("min_prompt")

@@ -126,7 +126,7 @@ def _telling(client: Client) -> tuple[Client, list[str]]:
 
 
 def _tells_roles(client: Client) -> bool:
-    """Whether the server says what it keeps of each role: not without --kv-usage."""
+    """Whether a request may ask what is kept of each role: not without --kv-usage."""
     try:
         dataclasses.replace(client, by_role=True).ask(_TINY, FULL)
     except Refused as e:

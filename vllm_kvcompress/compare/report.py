@@ -258,11 +258,10 @@ OBEYED = (
     " compressed cache obeys too, with its 95 % interval and the prompts that it is of."
 )
 ROLES = (
-    "Of the compressed prompts whose server says it, the share of each role's tokens that was kept,"
-    " mean of all layers and KV heads, and how many tokens that role had. `template` is what the"
-    " chat template writes around the texts of messages, calls of tools among it, and `other` takes"
-    " the roles as well that cannot be told apart, such as one with pictures. Of prompts that are"
-    " packed piece by piece a server does not say it."
+    "The share of each role's tokens that was kept, mean of all layers and KV heads, of all tokens"
+    " that it has in the prompts of which the server tells it. `system` is the developer's messages"
+    " as well, `tools` the schemas, and `template` whatever the chat template writes around the"
+    " texts of messages, tool calls among it. `other` also holds roles that cannot be told apart."
 )
 BASELINES = (
     "Methods in italics stand beside the others, for what those have to beat: they choose tokens"

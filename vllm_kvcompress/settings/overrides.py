@@ -41,12 +41,16 @@ def settings_for(
     choice = _choice(extra_args) if extra_args else None
     named = (extra_args or {}).get(ALIAS)
     if settings is None:
-        if named is None and (choice is None or choice.compress == "off"):
+        if (extra_args or {}).get(BY_ROLE):
+            asks = BY_ROLE
+        elif named is None and (choice is None or choice.compress == "off"):
             return None
+        else:
+            asks = f"{COMPRESS} or {BUDGET}"
         raise OverrideError(
             "not_allowed",
-            f"this server runs without KV-cache compression, but the request asks for {COMPRESS} or"
-            f" {BUDGET}; remove them, or ask the operator for --kv-allow-override",
+            f"this server runs without KV-cache compression, but the request asks for {asks};"
+            " remove them, or ask the operator for --kv-allow-override",
         )
     if named is not None and not isinstance(named, str):
         raise OverrideError("invalid", f"{ALIAS} must be a name of the model, got {named!r}")
@@ -76,7 +80,8 @@ def by_role_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | Non
         extra_args: the request's, with ``kv_by_role`` if it asks for anything.
 
     Raises:
-        OverrideError: its value is no truth value, or the server says nothing of what it keeps.
+        OverrideError: its value is no truth value, or it may not ask: the server says nothing of
+            what it keeps, or lets no request choose. What it asks for takes the server's time.
     """
     asked = (extra_args or {}).get(BY_ROLE, False)
     # `true` arrives as 1 from some clients.
@@ -87,6 +92,12 @@ def by_role_for(settings: CompressionConfig, extra_args: Mapping[str, Any] | Non
             "not_allowed",
             f"{BY_ROLE} is answered in the usage, and this server says nothing there of what it"
             f" keeps; remove {BY_ROLE}, or ask the operator for --kv-usage",
+        )
+    if asked and not settings.allow_override:
+        raise OverrideError(
+            "not_allowed",
+            f"this server does not let requests ask for {BY_ROLE}; remove it, or ask the operator"
+            " for --kv-allow-override",
         )
     return bool(asked)
 

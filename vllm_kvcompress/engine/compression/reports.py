@@ -123,7 +123,7 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
     told: list[list[int]] = pending.told.tolist()
     by_role = tuple[RoleKept, ...]()
     if pending.counted is not None:
-        by_role = pending.counted.kept(todo, [pairs for _, *pairs in told])
+        by_role = pending.counted.shares(todo, [pairs for _, *pairs in told])
     return Packed(
         request_id=todo.request_id,
         method=todo.settings.compress,

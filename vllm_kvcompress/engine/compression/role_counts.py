@@ -26,17 +26,15 @@ class Counted:
     pairs: torch.Tensor
     heads: int
 
-    def kept(self, todo: Pack, pairs: list[list[int]]) -> tuple[RoleKept, ...]:
+    def shares(self, todo: Pack, every: list[list[int]]) -> tuple[RoleKept, ...]:
         """What is told of the prompt.
 
         Args:
-            pairs: `pairs` of every layer of the model that is compressed, on the host.
+            every: such pairs, on the host, of every layer of the model that is compressed.
         """
-        size = todo.plan.block_size
-        tail = todo.tokens // size * size
-        told = []
+        tail, told = _tail_of(todo), []
         for index, (role, spans) in enumerate(self.roles.items()):
-            in_pages = sum(layer[index] for layer in pairs) / (len(pairs) * self.heads)
+            in_pages = sum(pairs[index] for pairs in every) / (len(every) * self.heads)
             # the tail is in no page of the packing, and every layer and head keeps it
             stays = in_pages + token_count(clipped(spans, tail, todo.tokens))
             told.append(RoleKept(role, token_count(spans), stays / token_count(spans)))
@@ -52,7 +50,8 @@ class RoleCounts:
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """Take in the requests that are new to this worker, and forget those that are gone."""
-        for request_id in output.finished_req_ids:
+        gone = [*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
+        for request_id in gone:
             self._roles.pop(request_id, None)
             self._counted.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -63,24 +62,30 @@ class RoleCounts:
         """Count one prompt of which nothing was dropped before: there a slot is a position.
 
         Args:
-            kept: ``[L, Hkv, n]`` int32 slots in pages, -1 behind a layer's last.
+            kept: ``[L, Hkv, n]`` int32 slots in pages, ascending; -1 behind a layer's last.
             counts: ``[L]``, pages of each layer.
         """
         roles = self._roles.get(todo.request_id)
         if roles is None or not (todo.prefill and todo.whole and todo.ends):
             return
-        # one place more, for what is no role's: the answer's tokens, and what is no slot
-        role_at = torch.full((todo.tokens + 1,), len(roles))
-        for role, spans in enumerate(roles.values()):
-            for start, stop in spans:
-                role_at[start:stop] = role
-        role_at[todo.tokens // todo.plan.block_size * todo.plan.block_size :] = len(roles)
-        role_of = to_device(role_at, torch.int64, kept.device)[kept.flatten(1).long()]
-        pairs = torch.zeros(len(kept), len(roles) + 1, dtype=torch.int32, device=kept.device)
-        pairs.scatter_add_(1, role_of, torch.ones_like(role_of, dtype=torch.int32))
-        own = Counted(roles=roles, pairs=pairs[:, :-1], heads=kept.shape[1])
-        self._counted[todo.request_id] = own
+        own = [clipped(spans, 0, _tail_of(todo)) for spans in roles.values()]
+        role_of = [role for role, spans in enumerate(own) for _ in spans]
+        edges = torch.tensor([edge for spans in own for span in spans for edge in span])
+        at = to_device(edges, torch.int32, kept.device).expand(*kept.shape[:2], -1)
+        # behind the last slot nothing is before any edge
+        rows = kept.masked_fill(kept < 0, todo.tokens)
+        before = torch.searchsorted(rows, at.contiguous(), out_int32=True)
+        in_spans = (before[..., 1::2] - before[..., ::2]).sum(1, dtype=torch.int32)
+        pairs = torch.zeros(len(kept), len(roles), dtype=torch.int32, device=kept.device)
+        index = to_device(torch.tensor(role_of), torch.int64, kept.device)
+        pairs.index_add_(1, index, in_spans)
+        self._counted[todo.request_id] = Counted(roles=roles, pairs=pairs, heads=kept.shape[1])
 
     def take(self, request_id: str) -> Counted | None:
         """What was counted of a prompt; None where its request does not ask, or nobody can say."""
         return self._counted.pop(request_id, None)
+
+
+def _tail_of(todo: Pack) -> int:
+    """The first token of the last page that is not full, which stays where it is."""
+    return todo.tokens // todo.plan.block_size * todo.plan.block_size

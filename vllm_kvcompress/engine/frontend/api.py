@@ -23,7 +23,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.by_role import asked_roles
-from vllm_kvcompress.engine.frontend.chat_parts import EVERY_ROLE, wanted
+from vllm_kvcompress.engine.frontend.chat_parts import TOLD, wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.frontend.modalities import held_beside_text, refuse_untested
 from vllm_kvcompress.engine.frontend.protection import protected_spans
@@ -33,7 +33,7 @@ from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import by_role_for, protection_for, settings_for
+from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for, protection_for, settings_for
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (
@@ -178,8 +178,8 @@ def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
         return None
     if settings is None:
         return ()
-    # Of a prompt that is left whole as well: whoever compares the two times one search in both.
-    asked = (EVERY_ROLE,) if by_role_for(settings, request.vllm_xargs) else ()
+    # Of a prompt that is left whole as well: both sides of a comparison pay for the search.
+    asked = TOLD if by_role_for(settings, request.vllm_xargs) else ()
     if settings_for(settings, request.vllm_xargs) is None:
         return asked
     return (*protection_for(settings, request.vllm_xargs).words, *asked)
@@ -195,8 +195,16 @@ def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None
         VLLMValidationError: it is refused.
     """
     settings = _policy(processor).settings
-    beams = getattr(request, "use_beam_search", False)
-    if not beams or settings is None or not settings.enabled or settings.max_whole is None:
+    if settings is None or not getattr(request, "use_beam_search", False):
+        return
+    if by_role_for(settings, request.vllm_xargs):
+        with _refusing():
+            raise OverrideError(
+                "invalid",
+                f"beam search makes other prompts of this one, of which {BY_ROLE} tells nothing;"
+                f" send it without use_beam_search, or without {BY_ROLE}",
+            )
+    if not settings.enabled or settings.max_whole is None:
         return
     asked = protection_for(settings, request.vllm_xargs)
     if asked.spans or asked.named or (chat and asked.words):

@@ -5,17 +5,16 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_kvcompress.engine.frontend.chat_parts import ChatParts, parts_of
+from vllm_kvcompress.engine.frontend.chat_parts import TOLD, ChatParts, parts_of
 from vllm_kvcompress.engine.frontend.modalities import places_of
 from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Roles, Spans, clipped, joined, others
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for
-from vllm_kvcompress.settings.protection import TOOLS
 
 TEMPLATE, OTHER = "template", "other"
-"""What of a chat is no message's and no tool's, and its name where some of those were not found."""
+"""What of a chat is left once its roles are told: the template's tokens, or also some roles'."""
 
 
 def asked_roles(settings: CompressionConfig | None, params: SamplingParams, prompt: Any) -> Roles:
@@ -44,16 +43,16 @@ def asked_roles(settings: CompressionConfig | None, params: SamplingParams, prom
 def every_role(parts: ChatParts, prompt: Mapping[str, Any]) -> dict[str, Spans]:
     """The tokens of each role's messages, of the tools, and of all else; each in one of them.
 
-    Pictures are told for themselves, and the roles of a chat that has some are in `OTHER`, as is
-    any role whose messages cannot be told apart.
+    Pictures are told for themselves, and the roles of a chat that has some are in `OTHER`. So is a
+    role that cannot be told apart, and one that is none of `ROLES`.
 
     Args:
         prompt: the chat as it goes to the engine.
     """
-    tokens, rest = len(prompt["prompt_token_ids"]), TEMPLATE
+    tokens, rest = len(prompt["prompt_token_ids"]), OTHER if parts.strange else TEMPLATE
     found = places_of(prompt)
     taken = joined(span for spans in found.values() for span in spans)
-    for word in (TOOLS, *parts.roles):
+    for word in TOLD:
         try:
             spans = parts.spans(word)
         except PartError:

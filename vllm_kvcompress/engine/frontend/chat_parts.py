@@ -26,18 +26,25 @@ from vllm_kvcompress.engine.frontend.renderings import (
 )
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.methods.spans import Spans, joined
-from vllm_kvcompress.settings.protection import QUESTION, SYSTEM, TOOLS
+from vllm_kvcompress.settings.protection import QUESTION, SYSTEM, TOOLS, WORDS
 
 _INSTALLED = "_kvcompress_chat_parts"
 _KEY = "kvcompress_chat"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_MOST_MESSAGES = 32
-"""Messages of a part, at most: the chat is rendered once more for each."""
+_MOST_MESSAGES, _MOST_OF_A_ROLE = 32, 128
+"""Messages of a part that is protected, and of a role that is asked about, at most: the chat is
+rendered once more for each."""
 _ENDS = 256
 """Tokens at either end of a question that are protected."""
 
-EVERY_ROLE = "every role"
-"""Stands for the tools and the messages of each role that a chat has."""
+ROLES: Mapping[str, tuple[str, ...]] = {
+    SYSTEM: ("system", "developer"),
+    "user": ("user",),
+    "assistant": ("assistant",),
+    "tool": ("tool",),
+}
+"""What is told of roles, and the roles of messages that it is told of."""
+TOLD = (TOOLS, *ROLES)
 
 wanted: ContextVar[tuple[str, ...] | None] = ContextVar("kvcompress_wanted", default=None)
 """The parts that the chat which this server is answering needs; None where it is no chat."""
@@ -62,7 +69,7 @@ class ChatParts:
         prompt: what vLLM made of it for the engine.
 
     Attributes:
-        roles: of its messages, in their order.
+        strange: whether it has messages of a role that nothing is told of.
     """
 
     renderer: Any
@@ -70,13 +77,14 @@ class ChatParts:
     params: Any
     tokenizing: Any
     prompt: Mapping[str, Any]
-    roles: tuple[str, ...] = field(init=False)
+    strange: bool = field(init=False)
     _found: dict[str, Spans | PartError] = field(default_factory=dict)
     _letters: "Letters | None" = None
 
     def __post_init__(self) -> None:
-        named = (m.get("role") for m in self.messages if isinstance(m, Mapping))
-        self.roles = tuple(dict.fromkeys(str(role) for role in named))
+        known = {role for roles in ROLES.values() for role in roles}
+        named = {str(m.get("role")) for m in self.messages if isinstance(m, Mapping)}
+        self.strange = not named <= known
 
     def spans(self, word: str) -> Spans:
         """The tokens of a part, or of a role's messages; none where the chat has no such part.
@@ -102,8 +110,7 @@ class ChatParts:
 
         What that took is forgotten: this lives as long as the request.
         """
-        each = (own for word in words for own in self._meant(word))
-        for word in dict.fromkeys(each):
+        for word in dict.fromkeys(words):
             with self._noting(word) as found:
                 for variant in self._variants(word):
                     with _rendering():
@@ -111,9 +118,6 @@ class ChatParts:
                     found.append(self._span(word, variant, made))
         self.renderer = self.params = self.tokenizing = self._letters = None
         self.messages, self.prompt = [], {}
-
-    def _meant(self, word: str) -> tuple[str, ...]:
-        return (TOOLS, *self.roles) if word == EVERY_ROLE else (word,)
 
     @contextmanager
     def _noting(self, word: str) -> Iterator[list[Span | None]]:
@@ -140,8 +144,9 @@ class ChatParts:
             yield from self._with_one_more_tool()
             return
         places = self._messages_of(word)
-        if len(places) > _MOST_MESSAGES:
-            raise PartError(f"it has more than {_MOST_MESSAGES} messages")
+        most = _MOST_MESSAGES if word in WORDS else _MOST_OF_A_ROLE
+        if len(places) > most:
+            raise PartError(f"it has more than {most} messages")
         for at in places:
             before, behind = self.messages[:at], self.messages[at + 1 :]
             yield _Variant([*before, self._stand_in(at), *behind], self.params)
@@ -159,9 +164,8 @@ class ChatParts:
             yield _Variant(self.messages, replace(self.params, chat_template_kwargs=own))
 
     def _messages_of(self, word: str) -> list[int]:
-        """The places of a part's messages that have a text; a role's, where it is no part."""
-        parts = {SYSTEM: ("system", "developer"), QUESTION: ("user",)}
-        roles = parts.get(word, (word,))
+        """The places of a part's or a role's messages that have a text."""
+        roles = ("user",) if word == QUESTION else ROLES[word]
         found = [
             at
             for at, message in enumerate(self.messages)

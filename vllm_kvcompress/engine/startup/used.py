@@ -25,6 +25,7 @@ USED = (
         _USED,
         "vllm.exceptions:VLLMValidationError",
         "vllm.sampling_params:SamplingParams(extra_args, max_tokens)",
+        "vllm.renderers.base:BaseRenderer.clear_mm_cache",
     ),
     *seams(
         "frontend",
