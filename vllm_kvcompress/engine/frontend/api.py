@@ -28,6 +28,11 @@ from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.frontend.modalities import held_beside_text, refuse_untested
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
+from vllm_kvcompress.engine.frontend.transfers import (
+    PARAMETERS,
+    check_lookahead,
+    check_transfer,
+)
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
@@ -77,20 +82,21 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
     if policy.switched_off:
         return
     with _refusing():
-        settings_for(policy.settings, extra_args)
+        own = settings_for(policy.settings, extra_args)
         if policy.settings is not None:
             protection_for(policy.settings, extra_args)
             by_role_for(policy.settings, extra_args)
+            check_lookahead(processor.vllm_config, own)
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing(parameter: str = "vllm_xargs") -> Iterator[None]:
     """Answer what a request may not have with vLLM's error, and count it."""
     try:
         yield
     except OverrideError as e:
         count_refusal(e.reason)
-        raise VLLMValidationError(str(e), parameter="vllm_xargs") from None
+        raise VLLMValidationError(str(e), parameter=parameter) from None
 
 
 def _policy(processor: InputProcessor) -> _Policy:
@@ -126,6 +132,9 @@ def _checked_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple
         return (), {}
     config, extra_args, policy = processor.vllm_config, params.extra_args, _policy(processor)
     check(processor, extra_args)
+    if policy.settings is not None:
+        with _refusing(PARAMETERS):
+            check_transfer(config, extra_args, params.n)
     with _refusing():
         refuse_untested(config, policy.settings, params, prompt)
         spans = protected_spans(config, policy.settings, params, prompt)

@@ -1,8 +1,8 @@
 """Seam `metrics`: count what compression does, on vLLM's own ``/metrics``.
 
 Our stat logger has vLLM's interface and is put before vLLM's own in each process that has some. The
-scheduler's figures travel where a KV connector's would, and must be taken off before vLLM's
-loggers look there for a connector, which compression refuses. It is not an entry point in
+scheduler's figures travel beside a KV connector's, and must be taken off before vLLM's loggers look
+there for a connector's alone. It is not an entry point in
 ``vllm.stat_logger_plugins``, because vLLM would load that with compression off too, switch
 statistics on for an operator who switched them off, and not load it offline.
 """

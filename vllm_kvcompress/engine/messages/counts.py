@@ -1,6 +1,6 @@
-"""What a scheduler counted since it last reported, in the place of a KV connector's statistics.
+"""What a scheduler counted since it last reported, beside a KV connector's statistics.
 
-Compression refuses KV connectors, so that place is free. vLLM serialises what lies there as plain
+They lie in the connector's place under a key of their own. vLLM serialises what lies there as plain
 values, so that `Counts` are.
 """
 
@@ -54,11 +54,11 @@ class Counts(TypedDict):
 
 def attach_counts(stats: SchedulerStats, counts: Counts) -> None:
     """Send the counts with a step's statistics."""
-    stats.kv_connector_stats = {_KEY: counts}
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: counts}
 
 
 def take_counts(stats: SchedulerStats) -> Counts | None:
-    """Take the counts off a step's statistics: vLLM's loggers expect a connector's there."""
+    """Take the counts off a step's statistics: vLLM's loggers expect a connector's there alone."""
     if not stats.kv_connector_stats:
         return None
     counts: Counts | None = stats.kv_connector_stats.pop(_KEY, None)

@@ -1,6 +1,6 @@
-"""What was kept of a request's prompt, in the place of a KV connector's parameters.
+"""What was kept of a request's prompt, beside a KV connector's parameters.
 
-Compression refuses KV connectors, so that place on the request's output is free.
+It lies in the connector's place on the request's output, under a key of its own.
 """
 
 from typing import Any
@@ -17,14 +17,15 @@ with ``by_role`` where the request asks: ``tokens`` of each role, and the share 
 
 def attach_kept(output: EngineCoreOutput, kept: Kept) -> None:
     """Send what was kept with the request's next output."""
-    output.kv_transfer_params = {_KEY: kept}
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), _KEY: kept}
 
 
 def take_kept(output: EngineCoreOutput) -> Kept | None:
-    """Take it off the output, which vLLM hands on to the client as a connector's."""
+    """Take it off the output: vLLM hands on to the client what else is there, as a connector's."""
     carried = output.kv_transfer_params
     if not carried or _KEY not in carried:
         return None
-    output.kv_transfer_params = None
     kept: Kept = carried[_KEY]
+    others = {key: value for key, value in carried.items() if key != _KEY}
+    output.kv_transfer_params = others or None
     return kept

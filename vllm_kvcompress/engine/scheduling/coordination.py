@@ -44,12 +44,15 @@ class Coordination:
         self._windows = windows
         self._looked_up: Request | None = None
         self._lookup = cache.get_computed_blocks
+        self._slots = cache.allocate_slots
+        self._pulling = False
         self._longest_hit = coordinator.find_longest_cache_hit
         self._count = coordinator.get_num_blocks_to_allocate
         self._allocate = coordinator.allocate_new_blocks
         self._cache_blocks = coordinator.cache_blocks
         wrapped: Any = cache
         wrapped.get_computed_blocks = self._looking_up
+        wrapped.allocate_slots = self._allocating_slots
         coordinator.find_longest_cache_hit = self._hit
         coordinator.get_num_blocks_to_allocate = self._counting
         coordinator.allocate_new_blocks = self._allocating
@@ -142,6 +145,14 @@ class Coordination:
             found = self._hit(request.block_hashes, int(request.num_tokens) - 1)
         return sum(block.ref_cnt > 0 for block in found[0][self._group])
 
+    def _allocating_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
+        """While a prompt is pulled from another server, its blocks are not to be cached yet."""
+        self._pulling = delay_cache_blocks
+        try:
+            return self._slots(*args, delay_cache_blocks=delay_cache_blocks, **kwargs)
+        finally:
+            self._pulling = False
+
     def _allocating(
         self,
         request_id: str,
@@ -152,7 +163,11 @@ class Coordination:
     ) -> Any:
         """Every group takes its blocks before destinations are taken from what is left."""
         new = self._allocate(request_id, num_tokens, num_tokens_main_model, *args, **kwargs)
-        self.manager.plan_step(request_id, num_tokens_main_model)
+        if self._pulling:
+            # it takes part in no step: nothing is there yet that could be watched or packed
+            self.manager.admit(request_id)
+        else:
+            self.manager.plan_step(request_id, num_tokens_main_model)
         return new
 
     def _caching(

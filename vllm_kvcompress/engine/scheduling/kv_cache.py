@@ -22,6 +22,7 @@ from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.messages.step import HALF, Addition, Pack, StepPlan
 from vllm_kvcompress.engine.scheduling.admission import ANSWERED
 from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending
+from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.step_probes import StepProbes
@@ -54,7 +55,7 @@ class CompressedManager(FullAttentionManager):
         self._ring_slots = kv_cache_spec.ring_slots
         self._windows: Windows | None = None
         self.replace_settings(kv_cache_spec.settings)
-        self.tally = Tally()
+        self.tally, self.fence = Tally(), Fence(self.block_pool)
         # The destination blocks of each packed request.
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a packed request may enter the prefix cache.
@@ -155,6 +156,11 @@ class CompressedManager(FullAttentionManager):
         too_few = max(plan.blocks - alone, 0)
         return DestinationBlocks(too_few, 0 if later else plan.blocks - too_few)
 
+    def admit(self, request_id: str) -> None:
+        """Let what is decided about a request stay from its first block on."""
+        cached = self.num_cached_block.get(request_id, 0) * self.block_size
+        self.tally.admitted(*self.planner.admit(request_id, cached))
+
     def plan_step(self, request_id: str, num_tokens: int) -> None:
         """Plan this step of a request that has blocks for `num_tokens`, in every group of layers.
 
@@ -163,11 +169,7 @@ class CompressedManager(FullAttentionManager):
         if self.planner.has_prefilled(request_id):
             self._plan_answer(request_id, num_tokens)
             return
-        cached = self.num_cached_block.get(request_id, 0) * self.block_size
-        reason, slotless = self.planner.admit(request_id, cached)
-        self.tally.slotless += slotless
-        if reason:
-            self.tally.skipped[reason] += 1
+        self.admit(request_id)
         request = self.planner.request(request_id)
         tokens = min(self.probes.without(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
@@ -316,7 +318,7 @@ class CompressedManager(FullAttentionManager):
 
     def free_after(self) -> int:
         """Blocks that are free once this step's plan is handed over, but for shared ones."""
-        free = self.block_pool.get_num_free_blocks()
+        free = self.block_pool.get_num_free_blocks() + self.fence.held()
         for request_id, (pack, holding, _) in self._pending.items():
             read = self.ordinary(request_id, holding, pack.tokens)
             free += sum(block.ref_cnt == 1 for block in read)
@@ -362,9 +364,7 @@ class CompressedManager(FullAttentionManager):
         freed += packed[plan.blocks :]
         first = not holding.pages
         holding.pack(plan, last, freeze=not pack.prefill)
-        before = self.block_pool.get_num_free_blocks()
-        self.block_pool.free_blocks(freed)
-        returned = self.block_pool.get_num_free_blocks() - before
+        returned = self.fence.free(freed)
         piecewise = isinstance(self.planner.schedules[request_id].prefill, EveryPiece)
         self.tally.pack(pack, returned, first=first, own=len(own), piecewise=piecewise)
         if pack.answered is not None and pack.ends:

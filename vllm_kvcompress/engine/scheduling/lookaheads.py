@@ -44,7 +44,7 @@ class Next(Protocol):
 
     @property
     def pipelined(self) -> bool:
-        """Whether it is one of other requests than this one's."""
+        """Whether steps are under way before which nothing that this one frees is there."""
 
 
 class Holder(Protocol):

@@ -97,6 +97,21 @@ class Planner:
             self.schedules[request_id] = schedule
         return reason, slotless
 
+    def pulled(self, request: Request) -> int:
+        """A prompt's keys and values are here that another server computed.
+
+        Returns:
+            How many of its tokens count as computed. As behind a hit in the prefix cache, those
+            are computed here whose queries its method reads.
+        """
+        computed = int(request.num_computed_tokens)
+        longest = self.longest_hit(request, int(request.num_tokens) - 1)
+        tokens = min(computed, max(longest, 1))
+        schedule = self.schedules.get(request.request_id)
+        if schedule is not None and schedule.lookahead is not None:
+            schedule.lookahead = replace(schedule.lookahead, cached=tokens)
+        return tokens
+
     def looked_ahead(self, request_id: str) -> None:
         """Its prompt was packed: the slot of its queries is free from the next step on."""
         self._looking.discard(request_id)

@@ -24,6 +24,7 @@ from vllm_kvcompress.engine.layers import windows_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
+from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import SeamError
@@ -40,6 +41,7 @@ class _Compressing:
         self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
         self.compressed_manager = self.coordination.manager
         windows = windows_of(self.vllm_config)  # type: ignore[attr-defined]
+        self.compressed_manager.fence = Fence(self.compressed_manager.block_pool, self)
         self.compressed_manager.connect(self.requests, windows)  # type: ignore[attr-defined]
         self.next_step = NextStep(self, self.coordination)
         self.usage_notes = UsageNotes()
@@ -105,6 +107,11 @@ class _Compressing:
         else:  # since 0.33, which passes the reason on
             error = vllm.outputs.RequestError(code="validation_error", message=reason)
             errors[request_id] = error
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """A prompt was pulled: what its method reads the queries of is computed here."""
+        super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
+        request.num_computed_tokens = self.compressed_manager.planner.pulled(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -225,7 +232,7 @@ class _Compressing:
         raise SeamError(self._lost)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's statistics, and ours where a KV connector's would be; `metrics` takes them off."""
+        """vLLM's statistics, and ours beside a KV connector's; `metrics` takes them off."""
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         counts = self.compressed_manager.tally.take()
         if stats is not None and counts is not None:

@@ -46,6 +46,12 @@ class Tally:
     raised: int = 0
     cut: Counter[str] = field(default_factory=Counter)
 
+    def admitted(self, reason: str, slotless: bool) -> None:
+        """Add a request that was admitted (`Planner.admit`)."""
+        self.slotless += slotless
+        if reason:
+            self.skipped[reason] += 1
+
     def pack(self, pack: Pack, returned: int, *, first: bool, own: int, piecewise: bool) -> None:
         """Add a request that the workers are to pack.
 

@@ -16,7 +16,7 @@ from vllm_kvcompress.engine.messages.usage import Kept, attach_kept
 class UsageNotes:
     """The news of one scheduler's requests, until their next outputs take them along.
 
-    They travel where a KV connector's parameters would, which compression refuses.
+    They travel beside a KV connector's parameters.
     """
 
     def __init__(self) -> None:

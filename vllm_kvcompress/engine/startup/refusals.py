@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of
+from vllm_kvcompress.engine.startup.connectors import why_not_connected
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.model_traits import (
@@ -123,16 +124,6 @@ def _windows(config: VllmConfig) -> str | None:
             "layers with a sliding window must have blocks of their own; remove"
             " --disable-hybrid-kv-cache-manager, and the option for which vLLM's log says that it"
             " turned that manager off"
-        )
-    return None
-
-
-def _kv_connector(config: VllmConfig) -> str | None:
-    if config.kv_transfer_config is not None:
-        return (
-            "KV connectors and P/D disaggregation move blocks by their tokens' hash, and a"
-            " compressed block does not hold them; remove --kv-transfer-config (or"
-            " --kv-offloading-size)"
         )
     return None
 
@@ -363,7 +354,6 @@ REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _causal,
     _model,
     _windows,
-    _kv_connector,
     _context_parallel,
     _pipeline_parallel,
     _executor,
@@ -383,7 +373,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    of_both = (_quantised, _drafts, _window_fits, _packed_again, _probe_fits)
+    of_both = (why_not_connected, _quantised, _drafts, _window_fits, _packed_again, _probe_fits)
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

@@ -168,6 +168,18 @@ SEAMS = (
     *seams(
         "scheduling.scheduler",
         "subclass",
+        "vLLM lets a plugin say which tokens of a prompt that was pulled are computed again",
+        f"{_SCHEDULER}._update_waiting_for_remote_kv(request)",
+    ),
+    *seams(
+        "scheduling.coordination",
+        "wrap",
+        "vLLM tells managers that a prompt is being pulled",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots(delay_cache_blocks)",
+    ),
+    *seams(
+        "scheduling.scheduler",
+        "subclass",
         _TABLES,
         f"{_SCHEDULER}.update_from_output(scheduler_output, model_runner_output)",
         f"{_SCHEDULER}.make_stats",

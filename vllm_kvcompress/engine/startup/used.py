@@ -24,7 +24,7 @@ USED = (
         "use",
         _USED,
         "vllm.exceptions:VLLMValidationError",
-        "vllm.sampling_params:SamplingParams(extra_args, max_tokens)",
+        "vllm.sampling_params:SamplingParams(extra_args, max_tokens, n)",
         "vllm.renderers.base:BaseRenderer.clear_mm_cache",
     ),
     *seams(
@@ -55,6 +55,12 @@ USED = (
         "vllm.v1.request:RequestStatus.RUNNING",
         "vllm.v1.request:RequestStatus.FINISHED_STOPPED",
         "vllm.v1.request:RequestStatus.FINISHED_LENGTH_CAPPED",
+    ),
+    *seams(
+        "scheduling.fence",
+        "use",
+        "we no longer call it",
+        "vllm.v1.core.sched.scheduler:Scheduler._free_cow_retained_blocks(blocks, fence_seq)",
     ),
     *seams(
         "worker",
