@@ -200,6 +200,24 @@ def test_vllms_own_loggers_never_see_what_ours_takes(model):
 
 
 @first_runner
+def test_a_connectors_own_figures_stay_for_vllms_loggers():
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from vllm_kvcompress.engine.messages.counts import attach_counts, take_counts
+    from vllm_kvcompress.engine.scheduling.tally import Tally
+
+    tally = Tally()
+    tally.planned["cake"] += 1
+    counts, own = tally.take(), {"transfer_duration": [0.5]}
+    stats = SchedulerStats(kv_connector_stats=own)
+    attach_counts(stats, counts)
+    assert take_counts(stats) == counts
+    assert stats.kv_connector_stats == {"transfer_duration": [0.5]}
+    assert take_counts(stats) is None
+    assert own == {"transfer_duration": [0.5]}
+
+
+@first_runner
 def test_each_engine_has_its_label(model):
     """A front end of two engines: what the second one reports is the second one's."""
     from vllm.v1.metrics.stats import SchedulerStats

@@ -14,6 +14,7 @@ import pytest
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, Engine, engine, first_runner, settings
+from fenced import fence
 from test_lookahead import AHEAD, BUDGET, Ahead, ahead
 from test_ngram import FEW, NGRAM
 from vllm_kvcompress.engine.messages.step import BUDGET as TO_BUDGET
@@ -45,6 +46,7 @@ class Kind:
         options: of the engine.
         asks: of every request, beside what the load gives it.
         seeds: of its loads.
+        fenced: what is freed waits for the steps under way, as where a connector pulls.
     """
 
     model: str = "llama-two-layers"
@@ -54,11 +56,13 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     asks: dict[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
+    fenced: bool = False
 
 
 KINDS = {
     "sync": Kind(),
     "async": Kind(options={"async_scheduling": True}),
+    "fenced": Kind(options={"async_scheduling": True}, fenced=True),
     "hybrid": Kind(model="gpt-oss", pool=90, small=34, options={"async_scheduling": True}),
     # a chunk has room for a probe, whatever its limit
     "pieces": Kind(
@@ -180,6 +184,8 @@ def test_no_request_is_preempted_while_another_looks_ahead(
     """However prompts begin, whatever chunks they have and whichever share of the pool is there."""
     with started(name, checkpoints_folder) as llm:
         watched = Watched(llm)
+        if KINDS[name].fenced:
+            fence(llm)
         for seed in KINDS[name].seeds:
             done = run(llm, KINDS[name], seed)
             assert {key: len(answer) for key, answer in done.items()} == {
