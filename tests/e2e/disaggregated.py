@@ -1,0 +1,86 @@
+"""Prefill and decode on two servers: how they start, and who is between them and a client.
+
+What is between them is NIXL over TCP. Its threads spin on a core each, so both servers are short.
+"""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+
+from forks import serve_forking
+from vllm_kvcompress.serving.process import free_port
+
+FLAGS = [
+    *("--block-size", "32", "--enforce-eager", "--max-model-len", "1024", "--dtype", "float32"),
+    *("--served-model-name", "demo"),
+]
+TO_PREFILL = {
+    **{"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
+    **{"remote_block_ids": None, "remote_host": None, "remote_port": None},
+}
+
+
+def transfer(role, **more):
+    """vLLM's --kv-transfer-config."""
+    # no threads beside those that NIXL needs
+    extra = {"num_threads": 0, **more.pop("extra", {})}
+    of_cpu = {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    return {"kv_connector": "NixlConnector", "kv_role": role, **of_cpu, **more}
+
+
+def nixl():
+    """The environment of an engine that pulls, or is pulled from, on this machine."""
+    return {
+        "UCX_TLS": "tcp,self",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def one_of_two(model, folder, role, *flags, **more):
+    """A server that is one of the two."""
+    own = ["--kv-transfer-config", json.dumps(transfer(role, **more))]
+    # whatever the runner of this process
+    return serve_forking(
+        model, [*FLAGS, *flags, *own], folder, VLLM_USE_V2_MODEL_RUNNER="0", **nixl()
+    )
+
+
+def prefilled(server, body):
+    """What a prefill server hands to a decode server for a request."""
+    sent = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": TO_PREFILL}
+    answer = httpx.post(f"{server.url}/v1/completions", json=sent, timeout=300)
+    answer.raise_for_status()
+    return answer.json()["kv_transfer_params"]
+
+
+@contextmanager
+def proxy(prefill, decode):
+    """A router's least: it asks both servers one after the other, and passes the answer on."""
+
+    class Passing(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body["kv_transfer_params"] = prefilled(prefill, body)
+            with httpx.stream("POST", decode.url + self.path, json=body, timeout=300) as answer:
+                self.send_response(answer.status_code)
+                self.send_header("content-type", answer.headers["content-type"])
+                self.end_headers()
+                for part in answer.iter_raw():
+                    self.wfile.write(part)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Passing) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            thread.join()
