@@ -90,6 +90,10 @@ PRODUCTION_STACK = _object(
                         pvcAccessMode=_STRING_LIST,
                         shmSize=_STRING,
                         hf_token=_KEY,
+                        env={
+                            "type": "array",
+                            "items": _object({"name": _STRING, "value": _STRING}),
+                        },
                         vllmConfig=_object(
                             {},
                             tensorParallelSize={"type": "integer"},
@@ -113,7 +117,8 @@ PRODUCTION_STACK = _object(
                 },
             ),
         )
-    }
+    },
+    routerSpec=_object({"routingLogic": _STRING}, extraArgs=_STRING_LIST),
 )
 SCHEMAS = {
     "LeaderWorkerSet": _kind(

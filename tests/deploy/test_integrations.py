@@ -5,6 +5,8 @@ another server. So their fields are written down in operator_schemas, and vLLM p
 it.
 """
 
+from types import SimpleNamespace
+
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -12,6 +14,7 @@ import yaml
 
 from manifests import NEWEST, OLDEST, ROOT, arguments, parsed
 from operator_schemas import PRODUCTION_STACK, SCHEMAS
+from vllm_kvcompress.engine.startup.connectors import REFUSALS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
 
@@ -25,6 +28,8 @@ def read(path):
 RUNTIME, SERVICE = read("kserve/servingruntime.yaml"), read("kserve/inferenceservice.yaml")
 ACCOUNT, POLICY = read("kserve/serviceaccount.yaml"), read("kserve/networkpolicy.yaml")
 STACK = read("production-stack/values.yaml")["servingEngineSpec"]
+DISAGGREGATED = read("production-stack/disaggregated-values.yaml")
+PREFILL, DECODE = DISAGGREGATED["servingEngineSpec"]["modelSpec"]
 LITELLM = read("litellm/config.yaml")["model_list"]
 
 
@@ -64,6 +69,7 @@ def test_every_field_is_one_that_the_project_has():
     jsonschema.validate(RUNTIME, SCHEMAS["ServingRuntime"])
     jsonschema.validate(SERVICE, SCHEMAS["InferenceService"])
     jsonschema.validate({"servingEngineSpec": STACK}, PRODUCTION_STACK)
+    jsonschema.validate(DISAGGREGATED, PRODUCTION_STACK)
     model = SERVICE["spec"]["predictor"]["model"]
     assert model["runtime"] == RUNTIME["metadata"]["name"]
     formats = [entry["name"] for entry in RUNTIME["spec"]["supportedModelFormats"]]
@@ -106,6 +112,42 @@ def test_vllm_takes_their_arguments(name, rendered, demo_model):
     settings = CompressionConfig.parse(engine.additional_config["kvcompress"])
     _, ours = parsed([demo_model, *arguments(rendered["gpu"])[1:]])
     assert settings == CompressionConfig.parse(ours.additional_config["kvcompress"])
+
+
+@pytest.mark.engine
+def test_one_engine_computes_prompts_and_the_other_compresses_them(demo_model):
+    """Engines that NIXL lets speak with each other, and a router that finds both."""
+    engines = {}
+    for own in (PREFILL, DECODE):
+        extra = own["vllmConfig"]["extraArgs"]
+        _, engines[own["name"]] = parsed([demo_model, "--host=0.0.0.0", "--port=8000", *extra])
+    prefill, decode = engines.values()
+    assert not CompressionConfig.parse(prefill.additional_config.get("kvcompress", {})).active
+    own = CompressionConfig.parse(decode.additional_config["kvcompress"])
+    config = SimpleNamespace(
+        kv_transfer_config=decode.kv_transfer_config,
+        device_config=SimpleNamespace(device_type=decode.kv_transfer_config.kv_buffer_device),
+        parallel_config=SimpleNamespace(),
+    )
+    for refusal in REFUSALS[:-1]:  # the last is about the model
+        assert refusal(config, own) is None
+    assert prefill.kv_transfer_config.kv_role == "kv_producer"
+    assert prefill.attention_backend == decode.attention_backend == "FLASH_ATTN"
+    for key in ("repository", "tag", "modelURL", "env"):
+        assert PREFILL[key] == DECODE[key]
+    assert DISAGGREGATED["routerSpec"]["extraArgs"] == [
+        f"--prefill-model-labels={PREFILL['name']}",
+        f"--decode-model-labels={DECODE['name']}",
+    ]
+    # the two recipes of the chart differ in nothing that has no reason
+    single, both = STACK, DISAGGREGATED["servingEngineSpec"]
+    assert {k: v for k, v in single.items() if k not in ("vllmApiKey", "modelSpec")} == {
+        k: v for k, v in both.items() if k != "modelSpec"
+    }
+    compressing = [a for a in DECODE["vllmConfig"]["extraArgs"] if a.startswith("--kv-compress")]
+    assert compressing == [
+        a for a in STACK["modelSpec"][0]["vllmConfig"]["extraArgs"] if "--kv-compress" in a
+    ]
 
 
 @pytest.mark.parametrize("name", ["gpu", "canary"])

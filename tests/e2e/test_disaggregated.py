@@ -25,7 +25,6 @@ prepare_model_runner()  # what follows loads Triton
 import again
 from checkpoints import talking, tokens
 from disaggregated import TO_PREFILL, nixl, one_of_two, prefilled, proxy, transfer
-from engines import prepare_model_runner
 from idling import idle, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

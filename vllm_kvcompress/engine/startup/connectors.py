@@ -119,7 +119,7 @@ def _untested(config: VllmConfig, settings: CompressionConfig) -> str | None:
     return None
 
 
-_REFUSALS: tuple[Callable[[Any, CompressionConfig], str | None], ...] = (
+REFUSALS: tuple[Callable[[Any, CompressionConfig], str | None], ...] = (
     *(_other, _role, _options, _lookahead, _pieces, _untested),
 )
 
@@ -132,5 +132,5 @@ def why_not_connected(config: VllmConfig, settings: CompressionConfig) -> str | 
     """
     if config.kv_transfer_config is None:
         return None
-    reasons = (refusal(config, settings) for refusal in _REFUSALS)
+    reasons = (refusal(config, settings) for refusal in REFUSALS)
     return next((reason for reason in reasons if reason is not None), None)
