@@ -15,7 +15,7 @@ from vllm_kvcompress.serving.process import free_port
 
 FLAGS = [
     *("--block-size", "32", "--enforce-eager", "--max-model-len", "1024", "--dtype", "float32"),
-    *("--served-model-name", "demo"),
+    *("--served-model-name", "demo", "--num-gpu-blocks-override", "129"),
 ]
 TO_PREFILL = {
     **{"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},

@@ -42,7 +42,7 @@ def test_the_settings_are_part_of_vllms_hash(model):
     [
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "KV connectors",
+            "a connector that saves or offloads blocks",
             "--kv-transfer-config",
         ),
         (

@@ -1,0 +1,87 @@
+"""KV connectors: the one that a decode server pulls with is configured, every other is refused."""
+
+import pytest
+
+from checkpoints import HYBRIDS, make
+from configuring import configure
+from engines import first_runner, settings
+from vllm_kvcompress.errors import ConfigError
+
+pytestmark = first_runner
+
+AHEAD = {"lookahead": 8}
+
+
+def transfer(**more):
+    usual = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu"}
+    return {"kv_transfer_config": usual | more}
+
+
+def own(compress="cake-chunk", **more):
+    return {"additional_config": settings(compress, 0.3, **AHEAD | more)}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints_folder):
+    return make("llama-gqa", checkpoints_folder)
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector"])
+def test_a_decode_server_that_pulls_is_configured(model, name):
+    config = configure(model, **transfer(kv_connector=name) | own())
+    assert config.scheduler_config.scheduler_cls.endswith("CompressingScheduler")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "cure"),
+    [
+        (transfer(kv_role="kv_producer"), "sends their blocks by position", "kv_consumer"),
+        (transfer(kv_role="kv_both"), "sends their blocks by position", "got 'kv_both'"),
+        (transfer(kv_connector="NixlPushConnector"), "what a prefill server pushes", "NixlConn"),
+        (transfer(kv_connector="MultiConnector"), "by the place or the hash", "NixlConnector"),
+        (transfer(kv_connector="LMCacheConnectorV1"), "by the place or the hash", "remove"),
+        (transfer(kv_connector="OffloadingConnector"), "by the place or the hash", "offloading"),
+        ({"kv_offloading_size": 1}, "by the place or the hash", "--kv-offloading-size"),
+        (
+            transfer(kv_connector_module_path="some.package"),
+            "connectors of other packages",
+            "kv_connector_module_path, got 'some.package'",
+        ),
+        (
+            transfer(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
+            "reads blocks back",
+            "remove bidirectional_kv_xfer",
+        ),
+        (transfer(enable_permute_local_kv=True), "permuted", "remove enable_permute_local_kv"),
+        (transfer(kv_buffer_device="cuda"), "a buffer on another device", "'cpu'"),
+        (transfer() | own(lookahead=0), "so no window of it can judge", "--kv-lookahead"),
+        (
+            transfer() | own(allow_override="off,h2o"),
+            "a decode server computes only the last tokens",
+            "got ['h2o']",
+        ),
+        (
+            transfer() | own(alias={"keys": "keydiff:0.5"}),
+            "a decode server computes only the last tokens",
+            "got ['keydiff']",
+        ),
+        (transfer() | own(max_whole=512, piece=128), "comes whole", "remove --kv-max-whole"),
+        (transfer() | {"tensor_parallel_size": 2}, "several ranks", "--tensor-parallel-size 1"),
+        (
+            transfer() | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "drafts behind a prompt that is pulled",
+            "remove --speculative-config",
+        ),
+    ],
+)
+def test_all_else_is_refused_by_name(model, options, reason, cure):
+    with pytest.raises(ConfigError) as refusal:
+        configure(model, **own() | options)
+    assert reason in str(refusal.value)
+    assert cure in str(refusal.value)
+
+
+def test_models_with_other_layers_are_refused(checkpoints_folder):
+    hybrid = make(next(iter(HYBRIDS)), checkpoints_folder)
+    with pytest.raises(ConfigError, match="other layers than full attention are not tested"):
+        configure(hybrid, **transfer() | own())
