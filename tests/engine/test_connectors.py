@@ -10,6 +10,7 @@ from vllm_kvcompress.errors import ConfigError
 pytestmark = first_runner
 
 AHEAD = {"lookahead": 8}
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 
 def transfer(**more):
@@ -43,9 +44,9 @@ def test_a_decode_server_that_pulls_is_configured(model, name):
         (transfer(kv_connector="OffloadingConnector"), "by the place or the hash", "offloading"),
         ({"kv_offloading_size": 1}, "by the place or the hash", "--kv-offloading-size"),
         (
-            transfer(kv_connector_module_path="some.package"),
+            transfer(kv_connector_module_path=NIXL),
             "connectors of other packages",
-            "kv_connector_module_path, got 'some.package'",
+            f"kv_connector_module_path, got {NIXL!r}",
         ),
         (
             transfer(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
@@ -85,3 +86,16 @@ def test_models_with_other_layers_are_refused(checkpoints_folder):
     hybrid = make(next(iter(HYBRIDS)), checkpoints_folder)
     with pytest.raises(ConfigError, match="other layers than full attention are not tested"):
         configure(hybrid, **transfer() | own())
+
+
+def test_what_was_kept_travels_beside_a_connectors_parameters():
+    from vllm.v1.engine import EngineCoreOutput
+
+    from vllm_kvcompress.engine.messages.usage import attach_kept, take_kept
+
+    own = {"remote_request_id": "r"}
+    output = EngineCoreOutput("r", [1], kv_transfer_params=own)
+    attach_kept(output, {"method": "cake"})
+    assert take_kept(output) == {"method": "cake"}
+    assert output.kv_transfer_params == own == {"remote_request_id": "r"}
+    assert take_kept(output) is None
