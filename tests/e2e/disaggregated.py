@@ -1,6 +1,7 @@
 """Prefill and decode on two servers: how they start, and who is between them and a client.
 
-What is between them is NIXL over TCP. Its threads spin on a core each, so both servers are short.
+What is between them is NIXL over TCP. It has a thread that spins on a core, idle or not. An engine
+that pulls asks NIXL in every step while it waits, and does without: only a prefill server has it.
 """
 
 import json
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
+from broken_sites import broken
 from forks import serve_forking
 from vllm_kvcompress.serving.process import free_port
 
@@ -41,13 +43,19 @@ def nixl():
     }
 
 
+WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
+# agents that this module of vLLM makes have no thread of their own
+POLLING = (
+    "module.nixl_agent_config = __import__('functools')"
+    ".partial(module.nixl_agent_config, enable_prog_thread=False)"
+)
+
+
 def one_of_two(model, folder, role, *flags, **more):
     """A server that is one of the two."""
     own = ["--kv-transfer-config", json.dumps(transfer(role, **more))]
-    # whatever the runner of this process
-    return serve_forking(
-        model, [*FLAGS, *flags, *own], folder, VLLM_USE_V2_MODEL_RUNNER="0", **nixl()
-    )
+    site = broken(WORKER, POLLING) if role == "kv_consumer" else ""
+    return serve_forking(model, [*FLAGS, *flags, *own], folder, site, **nixl())
 
 
 def prefilled(server, body):
