@@ -60,10 +60,10 @@ def sizes_on_rank(
             f" a multiple of them; got {ranks}"
         )
     groups = shape.groups
-    if stages > 1 and groups.windowed:
+    if stages > 1 and groups.others:
         raise ConfigError(
-            "pipeline stages of models with sliding windows are refused; set --pp 1 and raise --tp,"
-            f" got --pp {stages}"
+            "pipeline stages of models with sliding windows or states are refused; set --pp 1 and"
+            f" raise --tp, got --pp {stages}"
         )
     if shape.layers % stages:
         raise ConfigError(
@@ -140,7 +140,7 @@ def forecast(
         pool_off=pools[0],
         pool_on=pools[1],
         worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
-        group=sizes.groups.size if sizes.groups is not None and sizes.groups.windowed else None,
+        group=sizes.groups.size if sizes.groups is not None and sizes.groups.others else None,
         in_pieces=_in_pieces(settings, sizes, load, blocks),
     )
 
@@ -258,12 +258,12 @@ def _blocks(
         packed = 0 if plan is None else plan.blocks
         end = answer.most_blocks(holding, packed=packed, tokens=load.cached)
     return Blocks(
-        prefill=prefill + sizes.windowed_blocks(load.prompt, sizes.in_flight),
-        looking=looking + sizes.windowed_blocks(load.prompt),
-        decoding=decoding + sizes.windowed_blocks(load.prompt),
-        end=end + sizes.windowed_blocks(load.cached),
+        prefill=prefill + sizes.other_blocks(load.prompt, sizes.in_flight),
+        looking=looking + sizes.other_blocks(load.prompt),
+        decoding=decoding + sizes.other_blocks(load.prompt),
+        end=end + sizes.other_blocks(load.cached),
         mean=(ahead * looking + (load.output - ahead) * (decoding + end) / 2) / load.output
-        + sizes.windowed_blocks(load.cached),
+        + sizes.other_blocks(load.cached),
     )
 
 

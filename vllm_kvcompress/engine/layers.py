@@ -16,7 +16,16 @@ def groups_of(config: VllmConfig) -> LayerGroups:
         layer_types(text.to_dict()),
         int(model.get_total_num_hidden_layers()),
         model.get_sliding_window(),
+        states=states_kept(config),
     )
+
+
+def states_kept(config: VllmConfig) -> int:
+    """Blocks that each group of layers with states takes of a request.
+
+    With the prefix cache vLLM keeps the state at a block's end while the next one is computed.
+    """
+    return 2 if getattr(config.cache_config, "mamba_cache_mode", "none") == "align" else 1
 
 
 def stages_of(config: VllmConfig) -> tuple[tuple[int, ...], ...]:
@@ -34,7 +43,7 @@ def layers_together(config: VllmConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """What the layers with a sliding window take of one request, at most.
+    """What the layers that are not compressed take of one request, at most.
 
     Args:
         groups: of the model's layers.
@@ -50,7 +59,7 @@ class Windows:
 
     def blocks(self, tokens: int | None = None) -> int:
         """Blocks of a request of so many tokens, or of the longest one."""
-        return self.groups.windowed_blocks(
+        return self.groups.other_blocks(
             self.longest if tokens is None else tokens, self.in_flight, self.block_size
         )
 

@@ -79,11 +79,11 @@ class Sizes:
         """Columns of a block table of the longest sequence."""
         return _aligned(-(-self.longest // self.block_size))
 
-    def windowed_blocks(self, tokens: int, in_flight: int = 1) -> int:
-        """Blocks that the windowed layers of a request of so many tokens take at most."""
+    def other_blocks(self, tokens: int, in_flight: int = 1) -> int:
+        """Blocks that the layers which are not compressed take of so long a request at most."""
         if self.groups is None:
             return 0
-        return self.groups.windowed_blocks(tokens, in_flight, self.block_size)
+        return self.groups.other_blocks(tokens, in_flight, self.block_size)
 
     @property
     def block_bytes(self) -> int:

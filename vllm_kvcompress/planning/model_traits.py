@@ -11,7 +11,9 @@ from typing import Any
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES, declared_cache
 from vllm_kvcompress.planning.layer_groups import (
     FULL,
+    STATEFUL,
     WINDOWED,
+    WITHOUT_CACHE,
     LayerGroups,
     layer_groups,
     layer_types,
@@ -89,6 +91,16 @@ STATE_SPACE_ARCHITECTURES = frozenset(
     }
 )
 
+# Those of them that are tested: their full layers are compressed, and the others keep their states.
+WITH_STATES = frozenset(
+    {
+        "GraniteMoeHybridForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+    }
+)
+
 # what stands for any architecture in a folder of sentence-transformers, which embeds
 SENTENCE_EMBEDDER = "SentenceTransformerModel"
 # what vLLM makes of an architecture's name when nobody says ``--runner``; the first that fits
@@ -121,6 +133,8 @@ class Traits:
         runner: "generate", or what else vLLM takes the model for.
         diffusion, encoder_decoder: as vLLM means them.
         state_space: some layers are no attention, whatever their names.
+        with_states: it is one of `WITH_STATES`.
+        cached_states: blocks that a group of layers with states takes of a request.
         layer_types: names of the layers' attention; empty where the config has none.
         uneven: layers have attention of different shapes, or none.
         window: sliding window in tokens; None without one.
@@ -139,6 +153,8 @@ class Traits:
     diffusion: bool = False
     encoder_decoder: bool = False
     state_space: bool = False
+    with_states: bool = False
+    cached_states: int = 1
     layer_types: tuple[str, ...] = ()
     uneven: bool = False
     window: int | None = None
@@ -180,6 +196,7 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
         diffusion=config.get("canvas_length") is not None,
         encoder_decoder=any(part.get("is_encoder_decoder") for part in (config, text)),
         state_space=_state_space(config, text, kind, names, types),
+        with_states=bool(names) and names <= WITH_STATES,
         layer_types=types,
         uneven=_uneven(text),
         window=_window(text, kind),
@@ -206,10 +223,11 @@ def unsupported(traits: Traits) -> str | None:
     if traits.encoder_decoder:
         return f"encoder-decoder models are not supported; {_WITHOUT}"
     kinds = set(traits.layer_types)
-    if kinds - FULL - {WINDOWED} and not traits.state_space:
-        return f"{_EVERY_LAYER} has {sorted(kinds)}; {_WITHOUT}"
     if traits.state_space:
-        return f"{_EVERY_LAYER} has state-space layers; {_WITHOUT}"
+        if reason := _states(traits, kinds):
+            return reason
+    elif kinds - FULL - {WINDOWED}:
+        return f"{_EVERY_LAYER} has {sorted(kinds)}; {_WITHOUT}"
     if traits.uneven:
         return f"every layer must have the same KV heads, and this model's differ; {_WITHOUT}"
     if WINDOWED in kinds and kinds & FULL:
@@ -240,17 +258,34 @@ def unsupported(traits: Traits) -> str | None:
 
 def groups(traits: Traits, layers: int) -> LayerGroups:
     """How vLLM groups the layers of a model that has so many."""
-    return layer_groups(traits.layer_types, layers, traits.window)
+    return layer_groups(traits.layer_types, layers, traits.window, states=traits.cached_states)
+
+
+def _states(traits: Traits, kinds: set[str]) -> str | None:
+    """Why a model whose layers keep states cannot be compressed; None if its full ones can."""
+    if not traits.with_states:
+        return (
+            f"{_EVERY_LAYER} has state-space layers, and of such models {sorted(WITH_STATES)} are"
+            f" tested; {_WITHOUT}"
+        )
+    if not kinds & FULL:
+        return f"some layer must be full attention, all of this model keep a state; {_WITHOUT}"
+    if others := kinds - FULL - STATEFUL - WITHOUT_CACHE:
+        return (
+            "beside full attention and layers that keep a state there must be no others, this model"
+            f" has {sorted(others)}; {_WITHOUT}"
+        )
+    return _grouped(traits)
 
 
 def _grouped(traits: Traits) -> str | None:
     """Why a model that has layers of both kinds cannot be; they must be one group of full ones."""
     own = groups(traits, len(traits.layer_types))
     if own.full_groups > 1:
+        whose = f"{own.windowed} have a window" if own.windowed else f"{own.stateful} keep a state"
         return (
             "the layers with full attention must be one group for vLLM, which makes"
-            f" {own.full_groups} of this model's {len(own.full)}, since {own.windowed} have a"
-            f" window; {_WITHOUT}"
+            f" {own.full_groups} of this model's {len(own.full)}, since {whose}; {_WITHOUT}"
         )
     return None
 

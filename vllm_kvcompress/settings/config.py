@@ -232,7 +232,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
 
     def to_additional_config(self) -> dict[str, Any]:
         """Plain JSON values that `parse` turns back into an equal configuration."""
-        plain = self.model_dump(mode="json", exclude_defaults=True) | {"compress": self.compress}
+        plain = self.model_dump(mode="json", exclude_unset=True) | {"compress": self.compress}
         for key in ("allocator_params", "scorer_params", "selector_params"):
             if key in plain:
                 plain[key] = dict(getattr(self, key))

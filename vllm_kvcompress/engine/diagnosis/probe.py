@@ -68,7 +68,7 @@ def run(engine: LLMEngine, prompt: TrialPrompt, limits: Limits, *, buckets: int)
         for request in scheduler.running:
             if request.num_computed_tokens >= len(prompt.ids):
                 blocks = outcome.free_before - pool.get_num_free_blocks()
-                blocks -= scheduler.coordination.windowed_blocks_held(request.request_id)
+                blocks -= scheduler.coordination.other_blocks_held(request.request_id)
                 outcome.blocks_held.append((request.num_computed_tokens, blocks))
     # Async scheduling still has steps in flight.
     for _ in range(3):

@@ -20,6 +20,7 @@ from vllm_kvcompress.engine.messages.settings import active_settings, attach_set
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.overrides import how_to_ask
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 
 def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
@@ -55,7 +56,9 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
     try:
         require(tell, runner(engine, config))
         # vLLM may have chosen it while it started
-        limits = dataclasses.replace(limits, block_size=config.cache_config.block_size)
+        block = config.cache_config.block_size
+        fitting = in_whole_blocks(limits.settings, block)
+        limits = dataclasses.replace(limits, block_size=block, settings=fitting)
         prompt = prompt_of(engine, config, limits, spec)
         limits = dataclasses.replace(limits, spans=prompt.protected)
         plan = _plan(limits, len(prompt.ids))
@@ -69,7 +72,7 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         if not spec["buckets"]:
             return None
         own, stages = groups_of(config), len(stages_of(config))
-        numbers = own.full if own.windowed else ()
+        numbers = own.full if own.others else ()
         name = str(config.model_config.model)
         kept_map = probe.kept_map(
             *(outcome, plan, limits, name), parts=prompt.parts, numbers=numbers, stages=stages

@@ -25,6 +25,7 @@ from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import judging_ends
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
@@ -148,6 +149,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     ) -> None:
         model = str(vllm_config.model_config.served_model_name)
         layers = groups_of(vllm_config).full
+        self._block_size = int(vllm_config.cache_config.block_size)
         methods = [variant.compress for variant in settings.variants]
         usual = {
             "method": methods,
@@ -187,6 +189,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     def _inform(self, settings: CompressionConfig, stages: int) -> None:
         names = {alias.name: alias.meaning for alias in settings.alias}
         first, last = judging_ends(settings)
+        settings = in_whole_blocks(settings, self._block_size)
         values = {
             "method": settings.compress,
             "budget": str(settings.budget),

@@ -17,6 +17,7 @@ from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 
 def check_room(
@@ -47,7 +48,7 @@ def check_room(
         engines = parallel.data_parallel_size_local
     # a null block in each engine's pool is nobody's
     blocks = total // max(engines, 1) - 1 - windows_of(config).blocks()
-    own = settings_for(settings, extra_args)
+    own = settings_for(in_whole_blocks(settings, int(size)), extra_args)
     layers = layers_together(config)
     pieces = None if own is None else pieces_of(own, layers, size, tokens, spans)
     most = -(-tokens // size) if pieces is None else pieces.most_blocks

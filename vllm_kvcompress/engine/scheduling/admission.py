@@ -130,8 +130,8 @@ class Admissions:
         """Blocks that the compressed layers of one request can have."""
         return self.pool_blocks - (self._windows.blocks() if self._windows else 0)
 
-    def windowed_blocks(self, tokens: int) -> int:
-        """Blocks of a request of so many tokens for layers with a sliding window."""
+    def other_blocks(self, tokens: int) -> int:
+        """Blocks of a request of so many tokens for layers that are not compressed."""
         return 0 if self._windows is None else self._windows.blocks(tokens)
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
@@ -142,7 +142,7 @@ class Admissions:
         """Share of the pool in use once a prompt of `tokens` is in it, counted whole."""
         total = self.pool_blocks
         used = total - self._pool.get_num_free_blocks()
-        prompt = -(-tokens // self._block_size) + self.windowed_blocks(tokens)
+        prompt = -(-tokens // self._block_size) + self.other_blocks(tokens)
         return float((used + prompt) / max(total, 1))
 
     def _decide(self, request: Request) -> Decision:

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -20,9 +21,12 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.obstacles import why_not_in_blocks
 from vllm_kvcompress.planning.standing import standing_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SCALED = KVQuantMode.FP8_PER_TENSOR
+# Specs of layers that stay vLLM's.
+_OTHERS = (SlidingWindowSpec, MambaSpec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +84,10 @@ def compressed_specs(
 ) -> dict[str, KVCacheSpec]:
     """Replace the spec of every layer with full attention by a `CompressedSpec`.
 
-    Those with a sliding window stay as they are.
+    Those with a sliding window, and those that keep a state, stay as they are.
 
     Args:
+        settings: the engine's; an interval and a piece that nobody gave follow the block.
         ring_slots: requests whose last queries the workers keep at once.
 
     Raises:
@@ -94,26 +99,21 @@ def compressed_specs(
             "--kv-compress needs a model with a KV cache, and this model has none;"
             " serve it without --kv-compress"
         )
-    windowed = {name: spec for name, spec in specs.items() if type(spec) is SlidingWindowSpec}
-    full = {name: spec for name, spec in specs.items() if name not in windowed}
+    others = {name: spec for name, spec in specs.items() if type(spec) in _OTHERS}
+    full = {name: spec for name, spec in specs.items() if name not in others}
     if not full:
         raise ConfigError(
             "--kv-compress needs a layer with full attention, and all of this model's have a"
-            " sliding window; serve it without --kv-compress"
+            " sliding window or keep a state; serve it without --kv-compress"
         )
     first_name, first = next(iter(full.items()))
-    for name, spec in windowed.items():
-        if (spec.page_size_bytes, spec.block_size) != (first.page_size_bytes, first.block_size):
-            raise ConfigError(
-                "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
-                f" {name} differs from {first_name}; serve this model without --kv-compress"
-            )
+    _check_others(others, first_name, first)
     for name, spec in full.items():
         plain = type(spec) is FullAttentionSpec and not spec.non_causal
         if not plain or spec.sliding_window or spec.attention_chunk_size:
             raise ConfigError(
-                "--kv-compress needs full attention in every layer, or a sliding window, but"
-                f" {name} is {_describe(spec)}; serve this model without --kv-compress"
+                "--kv-compress needs full attention in every layer, or a sliding window or a state,"
+                f" but {name} is {_describe(spec)}; serve this model without --kv-compress"
             )
         known = spec.dtype in _FLOATS or spec.kv_quant_mode == _SCALED
         if not known or spec.head_size_v != spec.head_size:
@@ -128,10 +128,29 @@ def compressed_specs(
                 "--kv-compress needs the same KV heads, head size and dtype in every layer, but"
                 f" {name} differs from {first_name}; serve this model without --kv-compress"
             )
+    settings = in_whole_blocks(settings, first.block_size)
     if (reason := why_not_in_blocks(settings, first.block_size)) is not None:
         raise ConfigError(reason)
     ours = {name: _compressed(spec, len(full), settings, ring_slots) for name, spec in full.items()}
     return {name: ours.get(name, spec) for name, spec in specs.items()}
+
+
+def _check_others(others: Mapping[str, KVCacheSpec], first_name: str, first: KVCacheSpec) -> None:
+    """Raise ConfigError unless the layers that stay vLLM's share a pool with the full ones.
+
+    A block of the pool is one group's pages, whatever they hold. A window's tokens are counted in
+    the same blocks; a state is none of a number of tokens, and without the prefix cache vLLM calls
+    the longest sequence its block.
+    """
+    for name, spec in others.items():
+        same_page = spec.page_size_bytes == first.page_size_bytes
+        stateful = isinstance(spec, MambaSpec)
+        if not same_page or not (stateful or spec.block_size == first.block_size):
+            raise ConfigError(
+                "--kv-compress needs the same KV heads, head size and dtype in every layer, and"
+                f" pages of one size, but {name} differs from {first_name}; serve this model"
+                " without --kv-compress"
+            )
 
 
 def _describe(spec: KVCacheSpec) -> str:

@@ -1,9 +1,10 @@
 """Seam `coordination`: what compression asks of all groups of a model's layers at once.
 
 vLLM keeps a manager of blocks for each group, and a coordinator that asks one after the other.
-Layers with a sliding window are groups of their own, which stay vLLM's. But their blocks come from
-the same pool, and what they compute after a compressed prompt follows from what that left: so how
-many blocks there are, and what may be shared with other requests, is decided over all groups.
+Layers with a sliding window, and those that keep a state, are groups of their own, which stay
+vLLM's. But their blocks come from the same pool, and what they compute after a compressed prompt
+follows from what that left: so how many blocks there are, and what may be shared with other
+requests, is decided over all groups.
 
 The coordinator's methods are wrapped, on the one instance of a scheduler.
 """
@@ -14,34 +15,37 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import SeamError
+
+# The managers of other groups that may stand beside ours.
+_KNOWN = (SlidingWindowManager, MambaManager)
 
 
 class Coordination:
     """Stands between one scheduler's `KVCacheManager` and its coordinator.
 
     Raises:
-        SeamError: no manager is ours, or there are others than those of sliding windows.
+        SeamError: no manager is ours, or there are others than those of sliding windows and states.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
         coordinator: Any = cache.coordinator
         managers = coordinator.single_type_managers
         ours = [manager for manager in managers if isinstance(manager, CompressedManager)]
-        windows = [manager for manager in managers if type(manager) is SlidingWindowManager]
-        if len(ours) != 1 or len(ours) + len(windows) != len(managers):
+        others = [manager for manager in managers if type(manager) in _KNOWN]
+        if len(ours) != 1 or len(ours) + len(others) != len(managers):
             names = [type(manager).__name__ for manager in managers]
             raise SeamError(
                 "compression needs one KV cache group managed by CompressedManager, and none beside"
-                f" it but those of sliding windows; got {names}"
+                f" it but those of sliding windows and states; got {names}"
             )
         self.manager: CompressedManager = ours[0]
         self._group = managers.index(ours[0])
-        self._windows = windows
+        self._others = others
         self._looked_up: Request | None = None
         self._lookup = cache.get_computed_blocks
         self._slots = cache.allocate_slots
@@ -58,9 +62,9 @@ class Coordination:
         coordinator.allocate_new_blocks = self._allocating
         coordinator.cache_blocks = self._caching
 
-    def windowed_blocks_held(self, request_id: str) -> int:
-        """Blocks that the layers with a sliding window hold of a request."""
-        held = (each.req_to_blocks.get(request_id, ()) for each in self._windows)
+    def other_blocks_held(self, request_id: str) -> int:
+        """Blocks that the layers which are not compressed hold of a request."""
+        held = (each.req_to_blocks.get(request_id, ()) for each in self._others)
         return sum(not block.is_null for blocks in held for block in blocks)
 
     @contextmanager
@@ -76,10 +80,10 @@ class Coordination:
     def _looking_up(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         with self.looking_up(request):
             found = self._lookup(request, *args, **kwargs)
-        if not self._windows or len(found) < 3 or found[2]:
+        if not self._others or len(found) < 3 or found[2]:
             return found
-        # Of a window vLLM keeps what stands before the last boundary that a hit can end at, and one
-        # more that it is told of. A compressed prompt's hits end earlier.
+        # Of a window, and of states, vLLM keeps what stands before the last boundary that a hit can
+        # end at, and one more that it is told of. A compressed prompt's hits end earlier.
         return *found[:2], self._last_hit(request)
 
     def _last_hit(self, request: Request) -> int:
@@ -133,7 +137,7 @@ class Coordination:
 
     def missing(self, request_id: str, tokens: int) -> int:
         """Blocks that a running request takes at most, of all groups, to have `tokens` computed."""
-        managers = (self.manager, *self._windows)
+        managers = (self.manager, *self._others)
         held = ((each.block_size, each.req_to_blocks.get(request_id, ())) for each in managers)
         return sum(max(-(-tokens // int(size)) - len(blocks), 0) for size, blocks in held)
 
@@ -175,8 +179,8 @@ class Coordination:
     ) -> Any:
         """Register no block, of any group, that was computed against a compressed context.
 
-        A window's blocks follow from it too: beside another request's own prefix they would be
-        another prompt's.
+        A window's blocks, and states, follow from it too: beside another request's own prefix they
+        would be another prompt's.
         """
         tokens = self.manager.cacheable(request.request_id, num_computed_tokens)
         return self._cache_blocks(request, tokens, *args, **kwargs)

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.messages.settings import attach_settings, settings_given
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
@@ -23,6 +24,7 @@ from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import judging_ends, method_of
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
@@ -46,6 +48,8 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     """
     check_all(vllm.__version__)
     refuse_unsupported(config, settings)
+    if groups_of(config).stateful:
+        check("worker.batch_rows", version=vllm.__version__)
     parallel, scheduler = config.parallel_config, config.scheduler_config
     if parallel.worker_cls not in {*WORKERS, *WORKERS.values()}:
         raise ConfigError(
@@ -68,7 +72,11 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
     if settings.model is None:
         settings = settings.model_copy(update={"model": str(config.model_config.model)})
     config.additional_config = attach_settings(config.additional_config, settings)
-    _log_settings(settings, prefix_caching=bool(config.cache_config.enable_prefix_caching))
+    _log_settings(
+        settings,
+        prefix_caching=bool(config.cache_config.enable_prefix_caching),
+        block=0 if groups_of(config).stateful else int(config.cache_config.block_size or 0),
+    )
     # Imported here: it is of the process that takes requests.
     from vllm_kvcompress.engine.frontend.modalities import warning_of
 
@@ -76,8 +84,15 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
         logger.warning(warning)
 
 
-def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
-    """Log the settings for the operator who reads the start of the log."""
+def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: int) -> None:
+    """Log the settings for the operator who reads the start of the log.
+
+    Args:
+        block: tokens in a KV block; 0 where vLLM chooses it later, and lengths that nobody gave
+            follow it then.
+    """
+    later = "" if block else ", in whole KV blocks"
+    settings = in_whole_blocks(settings, block) if block else settings
     logger.info(
         "KV-cache compression is on: %s, budget %s, for prompts of at least %d tokens",
         settings.compress if settings.enabled else "only requests that ask for it",
@@ -107,16 +122,18 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool) -> None:
     if settings.decode_budget is not None:
         logger.info(
             "requests hold at most %d tokens per layer while they answer, and are packed again"
-            " every %d tokens",
+            " every %d tokens%s",
             settings.decode_budget,
             settings.decode_interval,
+            later,
         )
     if settings.max_whole is not None:
         logger.info(
-            "prompts of more than %d tokens are packed every %d tokens while they are computed, as"
-            " %s judge",
+            "prompts of more than %d tokens are packed every %d tokens%s while they are computed,"
+            " as %s judge",
             settings.max_whole,
             settings.piece,
+            later,
             _judges(settings),
         )
     for variant in settings.variants:

@@ -9,8 +9,9 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_kvcompress.engine.layers import groups_of, stages_of
+from vllm_kvcompress.engine.layers import groups_of, stages_of, states_kept
 from vllm_kvcompress.engine.startup.connectors import why_not_connected
+from vllm_kvcompress.engine.startup.state_refusals import why_not_with_states
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.model_traits import (
@@ -26,6 +27,7 @@ from vllm_kvcompress.planning.obstacles import (
     why_not_merged,
 )
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -110,6 +112,7 @@ def model_traits(config: VllmConfig) -> Traits:
         looks_ahead=traits.looks_ahead or bool(getattr(model, "is_mm_prefix_lm", False)),
         dtype=str(model.dtype).removeprefix("torch."),
         declared_cache=declared,
+        cached_states=states_kept(config),
         cache=config.cache_config.cache_dtype,
     )
 
@@ -119,9 +122,9 @@ def _model(config: VllmConfig) -> str | None:
 
 
 def _windows(config: VllmConfig) -> str | None:
-    if groups_of(config).windowed and config.scheduler_config.disable_hybrid_kv_cache_manager:
+    if groups_of(config).others and config.scheduler_config.disable_hybrid_kv_cache_manager:
         return (
-            "layers with a sliding window must have blocks of their own; remove"
+            "layers with a sliding window or a state must have blocks of their own; remove"
             " --disable-hybrid-kv-cache-manager, and the option for which vLLM's log says that it"
             " turned that manager off"
         )
@@ -143,9 +146,9 @@ def _pipeline_parallel(config: VllmConfig) -> str | None:
     if size == 1:
         return None
     counts = [len(layers) for layers in stages_of(config)]
-    if groups_of(config).windowed:
+    if groups_of(config).others:
         return (
-            "pipeline stages of models with sliding windows are not tested; set"
+            "pipeline stages of models with sliding windows or states are not tested; set"
             f" --pipeline-parallel-size 1 and use --tensor-parallel-size, got {size}"
         )
     if len(set(counts)) > 1:
@@ -289,7 +292,10 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 def _packed_again(config: VllmConfig, settings: CompressionConfig) -> str | None:
     # where vLLM chooses the block later, each layer's cache is asked again
-    return why_not_again(settings, config.cache_config.block_size)
+    known = None if groups_of(config).stateful else config.cache_config.block_size
+    if known is not None:
+        settings = in_whole_blocks(settings, known)
+    return why_not_again(settings, known)
 
 
 def _probe_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
@@ -373,7 +379,10 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
     for check in REFUSALS:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
-    of_both = (why_not_connected, _quantised, _drafts, _window_fits, _packed_again, _probe_fits)
+    of_both = (
+        *(why_not_connected, why_not_with_states, _quantised, _drafts, _window_fits),
+        *(_packed_again, _probe_fits),
+    )
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")

@@ -17,6 +17,8 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils:"
 _TABLES = "vLLM has a plugin interface for per-layer block tables"
 _USAGE = "vLLM carries a plugin's figures from the scheduler to an answer's usage"
+# Rows that are checked only for models whose layers keep a state.
+STATES = "states"
 _HOOK = "never: vLLM's own hook"
 _CALLED = "we no longer call it"
 
@@ -306,6 +308,15 @@ SEAMS = (
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs(scheduler_output)",
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem(index, x)",
         "vllm.v1.core.sched.output:CachedRequestData(all_token_ids)",
+    ),
+    *seams(
+        "worker.batch_rows",
+        "wrap",
+        "vLLM tells attention the rows of a batch of models whose layers keep a state",
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn"
+        "(input_batch)",
+        "vllm.v1.worker.gpu.input_batch:InputBatch(idx_mapping_np)",
+        on=STATES,
     ),
     *seams(
         "pages.pool",

@@ -50,6 +50,8 @@ USED = (
         "vllm.v1.kv_cache_interface:KVCacheSpec",
         "vllm.v1.kv_cache_interface:SlidingWindowSpec(sliding_window)",
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
+        "vllm.v1.kv_cache_interface:MambaSpec(shapes, page_size_padded, mamba_cache_mode)",
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager",
         "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
         "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
         "vllm.v1.request:RequestStatus.RUNNING",

@@ -14,7 +14,7 @@ def sizes_of(config: VllmConfig) -> Sizes:
     groups, speculative = groups_of(config), config.speculative_config
     return Sizes(
         layers=layers_together(config),
-        groups=groups if groups.windowed else None,
+        groups=groups if groups.others else None,
         heads=int(model.get_num_attention_heads(parallel)),
         kv_heads=int(model.get_num_kv_heads(parallel)),
         head_dim=int(model.get_head_size()),

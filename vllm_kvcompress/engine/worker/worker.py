@@ -27,13 +27,14 @@ from vllm_kvcompress.engine.attention.backend import (
 )
 from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.layers import stages_of
+from vllm_kvcompress.engine.layers import groups_of, stages_of
 from vllm_kvcompress.engine.messages.settings import settings_given
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report, plan_of
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.scales import Scales
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
+from vllm_kvcompress.engine.worker.batch_rows import BatchRows
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
 from vllm_kvcompress.errors import ConfigError, SeamError
@@ -41,6 +42,7 @@ from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import keeps_sums, merges
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
 
@@ -59,7 +61,9 @@ class CompressingWorker:
 
     @property
     def settings(self) -> CompressionConfig:
-        return settings_given(self.vllm_config.additional_config)
+        """The engine's settings, once the model is loaded, by which vLLM chooses the KV block."""
+        given = settings_given(self.vllm_config.additional_config)
+        return in_whole_blocks(given, int(self.vllm_config.cache_config.block_size))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with override_backends(self.backends):
@@ -159,7 +163,7 @@ def bind_compressor(
 ) -> PromptCompressor:
     """Build the page pool over the runner's KV cache and connect layers and builders to it.
 
-    Layers with a sliding window are not bound: they run as vLLM's.
+    Layers with a sliding window, or with a state, are not bound: they run as vLLM's.
 
     Raises:
         SeamError: the runner has more than one group of layers with full attention, others than
@@ -223,7 +227,8 @@ def page_pool(
     if caches[0].shape[0] != num_blocks:
         raise SeamError(
             f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
-            f" {caches[0].shape[0]} for {num_blocks} blocks"
+            f" {caches[0].shape[0]} for {num_blocks} blocks, as FLASH_ATTN version 4 has them for"
+            " heads of 256; pass --attention-backend TRITON_ATTN, or serve without --kv-compress"
         )
     pool = PagePool(
         caches,
@@ -366,10 +371,14 @@ def _layer_index(name: str) -> int:
 def batch_order(runner: Any) -> BatchOrder:
     """How this model runner orders its batch: V1 keeps ids, V2 numbers its request table."""
     if hasattr(runner, "req_states"):
+        # of models whose layers keep a state, vLLM leaves the rows out of attention's metadata
+        stateful = groups_of(runner.vllm_config).stateful
+        rows = BatchRows(runner.model_state) if stateful else None
 
         def from_table(metadata: CommonAttentionMetadata) -> Sequence[str]:
             table = runner.req_states.index_to_req_id
-            return [table[index] for index in metadata.req_idx.tolist()]
+            found = metadata.req_idx if rows is None else rows.latest
+            return [table[index] for index in found.tolist()]
 
         return from_table
 
