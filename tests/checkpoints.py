@@ -16,13 +16,17 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 VOCAB = 512
 
@@ -37,6 +41,9 @@ class Shape:
     kv_heads: int
     head_dim: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    block: int = 32
+    """Tokens of its KV block, where 32 are asked for."""
 
 
 SHAPES = {
@@ -82,13 +89,50 @@ HYBRIDS = {  # layers with a sliding window beside full ones
     ),
 }  # fmt: skip
 
+_S, _M = "linear_attention", "mlp"
+_GRANITE = {
+    "layer_types": [_S, _F, _S, _S, _F, _S],
+    "num_local_experts": 0, "shared_intermediate_size": 128,
+    "mamba_n_heads": 8, "mamba_chunk_size": 32,
+    "position_embedding_type": "rope", "attention_multiplier": 32**-0.5,
+}  # fmt: skip
+# vLLM's CPU build takes these layers in bfloat16 alone, with heads of 128
+_DELTA = {
+    "layer_types": [_S, _S, _F, _S, _S, _F, _S, _S],
+    "linear_num_key_heads": 1, "linear_num_value_heads": 1,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+STATEFUL = {  # layers that keep a state beside full ones: a block is as long as that is large
+    "granite": Shape(GraniteMoeHybridConfig, 6, 4, 2, 32, {**_GRANITE, "mamba_d_state": 8}),
+    "granite-96": Shape(
+        GraniteMoeHybridConfig, 6, 4, 2, 32, {**_GRANITE, "mamba_d_state": 32}, block=96
+    ),
+    "nemotron": Shape(
+        NemotronHConfig, 8, 4, 2, 32,
+        {
+            "layers_block_type": [_S, _M, _F, _S, _M, _F, _S, _S],
+            "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1,
+            "chunk_size": 32,
+        },
+    ),
+    "qwen3-next": Shape(
+        Qwen3NextConfig, 8, 4, 4, 64,
+        {
+            **_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        dtype="bfloat16", block=96,
+    ),
+    "qwen3.5": Shape(Qwen3_5TextConfig, 8, 4, 4, 64, _DELTA, dtype="bfloat16", block=96),
+}  # fmt: skip
+
 
 def make(name: str, folder: Path, vocab: int = VOCAB) -> str:
     """Write the checkpoint `name` below `folder` once; return its path."""
     path = folder / name
     if (path / "config.json").exists():
         return str(path)
-    shape = {**SHAPES, **MIXTURES, **HYBRIDS}[name]
+    shape = {**SHAPES, **MIXTURES, **HYBRIDS, **STATEFUL}[name]
     config = shape.config(
         vocab_size=vocab,
         hidden_size=shape.heads * shape.head_dim,

@@ -65,6 +65,8 @@ class Family:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    block: int = 32
+    dtype: str = "float32"
 
 
 _QWEN3 = {

@@ -25,6 +25,12 @@ MODELOPT = dict(quant_method="modelopt", quant_algo="FP8", producer=dict(name="m
 MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral")
 WITHOUT = "serve this model without --kv-compress"
 EVERY = "every layer must be full attention, or some a sliding window, this model"
+STATES = (
+    f"{EVERY} has state-space layers, and of such models ['GraniteMoeHybridForCausalLM',"
+    " 'NemotronHForCausalLM', 'Qwen3NextForCausalLM', 'Qwen3_5ForCausalLM'] are tested;"
+    f" {WITHOUT}"
+)
+GRANITE = dict(architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid")
 POOLING = f"only generating models decode, this one is for pooling; {WITHOUT}"
 
 
@@ -94,7 +100,7 @@ MODELS = {
         f" 3, since 1 have a window; {WITHOUT}",
     ),
     "linear by number": (
-        dict(attn_type_list=[0, 0, 0, 1]), f"{EVERY} has state-space layers; {WITHOUT}",
+        dict(attn_type_list=[0, 0, 0, 1]), STATES,
     ),
     "gpt-oss without names": (
         dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=64), "",
@@ -108,12 +114,18 @@ MODELS = {
             architectures=["MambaForCausalLM"], model_type="mamba", state_size=16,
             num_hidden_layers=2,
         ),
-        f"{EVERY} has state-space layers; {WITHOUT}",
+        STATES,
     ),
-    "qwen3-next": (
-        dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"),
-        f"{EVERY} has state-space layers; {WITHOUT}",
+    "granite without attention": (
+        dict(**GRANITE, layer_types=["mamba"] * 4),
+        f"some layer must be full attention, all of this model keep a state; {WITHOUT}",
     ),
+    "granite with more attention than states": (
+        dict(**GRANITE, layer_types=["attention"] * 3 + ["mamba"]),
+        "the layers with full attention must be one group for vLLM, which makes 3 of this model's"
+        f" 3, since 1 keep a state; {WITHOUT}",
+    ),
+    "qwen3-next": (dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"), ""),
     "whisper": (
         dict(
             architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,

@@ -30,6 +30,9 @@ from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
+_MOST_BLOCKS = 200
+"""Blocks of a prompt up to which the shortest one is looked for that gives a block back."""
+
 
 def sizes_on_rank(
     shape: ModelShape,
@@ -142,7 +145,25 @@ def forecast(
         worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
         group=sizes.groups.size if sizes.groups is not None and sizes.groups.others else None,
         in_pieces=_in_pieces(settings, sizes, load, blocks),
+        pays_from=_pays_from(settings, sizes),
     )
+
+
+def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
+    """Tokens of the shortest prompt that gives a block back, where layers keep a state.
+
+    A longer prompt with a longer tail may give none back: from one on, which is returned, all do
+    that have as many full blocks.
+    """
+    if sizes.groups is None or not sizes.groups.stateful or not settings.enabled:
+        return None
+    block, least = sizes.block_size, max(settings.min_prompt, 1)
+    for full in range(least // block, least // block + _MOST_BLOCKS):
+        tokens = max(full * block, least)
+        plan = settings.page_plan(sizes.layers, tokens, block)
+        if plan is not None and plan.blocks < plan.full_blocks:
+            return tokens
+    return None
 
 
 def _in_pieces(

@@ -107,6 +107,8 @@ class Forecast:
         pool_off, pool_on: None unless the pool's size was given.
         worst: None unless requests may ask for something.
         in_pieces: None for a prompt that stands whole until its end.
+        pays_from: tokens of the shortest prompt that gives a block back, of models whose layers
+            keep a state, where a block is long; None of others, or where none does.
     """
 
     load: Load
@@ -124,6 +126,7 @@ class Forecast:
     worst: Worst | None = None
     group: int | None = None
     in_pieces: InPieces | None = None
+    pays_from: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         payload = asdict(self)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
-from vllm_kvcompress.planning.layer_groups import LayerGroups
+from vllm_kvcompress.planning.layer_groups import LayerGroups, layer_types
 from vllm_kvcompress.planning.model_traits import (
     SENTENCE_EMBEDDER,
     groups,
@@ -45,7 +45,7 @@ class ModelShape:
 
     Args:
         layers: attention layers.
-        groups: those with full attention, which are compressed, and those with a window.
+        groups: those with full attention, which are compressed, and the others.
         heads: query heads.
         kv_heads: KV heads.
         head_dim: size of a head.
@@ -176,7 +176,7 @@ def shape_of(
         traits = replace(traits, window=None)
     if (reason := unsupported(traits)) is not None:
         raise ConfigError(reason)
-    heads, layers = _figure(text, _HEADS), _figure(text, _LAYERS)
+    heads, layers = _figure(text, _HEADS), _number_of_layers(text)
     dim = text.get("head_dim") or text.get("hidden_size_per_head")
     return ModelShape(
         layers=layers,
@@ -188,6 +188,12 @@ def shape_of(
         longest=longest,
         cache=stored_in(traits) if stored_in(traits) in FLOAT8_CACHES else None,
     )
+
+
+def _number_of_layers(text: Mapping[str, Any]) -> int:
+    """How many there are; some configs have their names alone."""
+    named = len(layer_types(text)) if not isinstance(text.get(_LAYERS[0]), int) else 0
+    return named or _figure(text, _LAYERS)
 
 
 def _figure(text: Mapping[str, Any], names: tuple[str, ...]) -> int:

@@ -14,11 +14,13 @@ from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show
 from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import RECOMMENDED
-from vllm_kvcompress.planning.model_traits import plain_cache, traits_of
+from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
 from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
+from vllm_kvcompress.planning.states import block_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import judging_ends
 from vllm_kvcompress.settings.protection import WORDS
+from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 # vLLM's own block sizes, where none is asked for.
 _BLOCK = {"cuda": 16, "cpu": 128}
@@ -93,8 +95,13 @@ class Answer:
 
 def _layers(shape: ModelShape) -> str:
     own = shape.groups
-    if not own.windowed:
+    if not own.others:
         return f"{shape.layers} layers"
+    if own.stateful:
+        return (
+            f"{shape.layers} layers, of which {len(own.full)} are compressed and {own.stateful}"
+            " keep a state"
+        )
     return (
         f"{shape.layers} layers, of which {len(own.full)} are compressed and {own.windowed} see"
         f" {own.window:,} tokens"
@@ -117,6 +124,10 @@ def ask(options: PlanOptions) -> Answer:
     _refuse_contradictions(options)
     config = read_config(options.model)
     shape = _shape(options, config, settings)
+    block = _block(options, config, shape)
+    settings = in_whole_blocks(settings, block)
+    if (reason := why_not_again(settings, block)) is not None:
+        raise ConfigError(reason)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
     on_gpu = options.device == "cuda"
     sizes = sizes_on_rank(
@@ -124,7 +135,7 @@ def ask(options: PlanOptions) -> Answer:
         ranks=options.ranks,
         stages=options.stages,
         longest=options.longest or options.length + options.output,
-        block_size=options.block_size or _BLOCK[options.device],
+        block_size=block,
         max_requests=options.requests or defaults.max_num_seqs,
         graphs=on_gpu,
         in_flight=defaults.batched_tokens,
@@ -159,10 +170,19 @@ def _checked_settings(options: PlanOptions) -> CompressionConfig:
         raise ConfigError(
             f"plan compares with compression; give a method, --kv-compress {RECOMMENDED}"
         )
-    reason = why_not_again(settings, options.block_size or _BLOCK.get(options.device))
-    if reason is not None:
-        raise ConfigError(reason)
     return settings
+
+
+def _block(options: PlanOptions, config: dict[str, Any], shape: ModelShape) -> int:
+    """Tokens in a KV block: what was asked for, or more where a layer's state is larger."""
+    asked = options.block_size or _BLOCK[options.device]
+    if not shape.groups.stateful:
+        return asked
+    token = 2 * max(shape.kv_heads // options.ranks, 1) * shape.head_dim * shape.stored
+    return block_of(
+        *(text_config(config), options.ranks, shape.itemsize, token, asked),
+        on_cpu=options.device == "cpu",
+    )
 
 
 def _refuse_contradictions(options: PlanOptions) -> None:

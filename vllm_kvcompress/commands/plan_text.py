@@ -66,6 +66,8 @@ def _layers(forecast: Forecast, stages: int) -> str:
     if stages > 1:
         return f"all layers of a stage, of which there are {stages}"
     own = forecast.group
+    if forecast.pays_from is not None:
+        return f"{own} layers; states have blocks of their own"
     return "all layers" if own is None else f"{own} layers; windows have blocks of their own"
 
 
@@ -95,6 +97,11 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
         f"Compression takes up to {size(forecast.extra_bytes)} per GPU beside the pool, of which"
         f" {size(forecast.table_bytes)} are tables: fewer --max-num-seqs make them smaller."
     )
+    if forecast.pays_from is not None:
+        notes.append(
+            f"A page is a whole block, and the tail stays: at this budget prompts of"
+            f" {forecast.pays_from:,} tokens and more give a block back."
+        )
     if forecast.worst is not None:
         notes.append(_worst(forecast, forecast.worst))
     if forecast.pool_on is None:

@@ -100,6 +100,8 @@ WITH_STATES = frozenset(
         "Qwen3_5ForCausalLM",
     }
 )
+# Those whose states are tested in the prefix cache, which vLLM has on unless it is switched off.
+WITH_CACHED_STATES = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"})
 
 # what stands for any architecture in a folder of sentence-transformers, which embeds
 SENTENCE_EMBEDDER = "SentenceTransformerModel"
@@ -134,7 +136,7 @@ class Traits:
         diffusion, encoder_decoder: as vLLM means them.
         state_space: some layers are no attention, whatever their names.
         with_states: it is one of `WITH_STATES`.
-        cached_states: blocks that a group of layers with states takes of a request.
+        cached_states: blocks that a group of layers with states takes of a request at most.
         layer_types: names of the layers' attention; empty where the config has none.
         uneven: layers have attention of different shapes, or none.
         window: sliding window in tokens; None without one.
@@ -197,6 +199,7 @@ def traits_of(config: Mapping[str, Any], text: Mapping[str, Any] | None = None) 
         encoder_decoder=any(part.get("is_encoder_decoder") for part in (config, text)),
         state_space=_state_space(config, text, kind, names, types),
         with_states=bool(names) and names <= WITH_STATES,
+        cached_states=2 if names & WITH_CACHED_STATES else 1,
         layer_types=types,
         uneven=_uneven(text),
         window=_window(text, kind),

@@ -7,12 +7,11 @@ from packaging.specifiers import SpecifierSet
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.planning.model_traits import WITH_CACHED_STATES
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import probe_tokens
 
 TESTED = SpecifierSet(">=0.32,<0.33")
-# What vLLM's CPU build says of these models with its prefix cache, whose state is one of Mamba 2.
-_CHECKPOINTS = frozenset({"GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"})
 
 
 def why_not_with_states(config: VllmConfig, settings: CompressionConfig) -> str | None:
@@ -55,7 +54,7 @@ def _prefix_cache(config: VllmConfig) -> str | None:
             "states are kept at the ends of blocks, or not at all; set --mamba-cache-mode align,"
             f" got {mode}"
         )
-    if mode == "align" and _CHECKPOINTS & set(names):
+    if mode == "align" and not WITH_CACHED_STATES & set(names):
         return (
             "states that are kept inside a step are not tested, since vLLM's own CPU build ends"
             " there (IndexError in mamba_mixer2.py); add --no-enable-prefix-caching"

@@ -1,0 +1,144 @@
+"""`kvcompress plan` of real models whose layers keep a state: blocks as long as vLLM makes them."""
+
+import json
+
+import pytest
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backend import MultipleOf
+
+from checkpoints import STATEFUL, make, tokens
+from configuring import configure
+from engines import engine, settings
+from vllm_kvcompress.commands.plan import ask
+from vllm_kvcompress.commands.plan_options import PlanOptions
+from vllm_kvcompress.engine.layers import groups_of
+from vllm_kvcompress.engine.worker.footprint import sizes_of
+
+DELTA = {
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144, "num_attention_heads": 16, "vocab_size": 151936,
+}  # fmt: skip
+QWEN35 = {
+    **DELTA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+MAMBA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+REAL = {
+    "Qwen3-Next-80B": {
+        **DELTA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 2,
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "Qwen3.5": QWEN35,
+    "Qwen3.5 in float32": {**QWEN35, "mamba_ssm_dtype": "float32"},
+    "Qwen3.5-27B": {
+        **QWEN35, "mamba_ssm_dtype": "float32", "linear_num_value_heads": 48,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "hidden_size": 5120,
+    },
+    "Nemotron-H-8B": {
+        **MAMBA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "num_hidden_layers": 52, "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 128,
+        "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "max_position_embeddings": 8192,
+    },
+    "Granite-4-H-small": {
+        **MAMBA, "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid", "num_hidden_layers": 40,
+        "layer_types": ["attention" if at % 10 == 5 else "mamba" for at in range(40)],
+        "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+        "mamba_d_conv": 4, "mamba_expand": 2, "max_position_embeddings": 131072,
+        "num_local_experts": 72, "num_experts_per_tok": 10,
+    },
+}  # fmt: skip
+# name, ranks: tokens in a block; groups with states, blocks of them; where compression pays
+BLOCKS = [
+    ("Qwen3-Next-80B", 1, 544, 3, 6, 1088),
+    ("Qwen3-Next-80B", 4, 272, 3, 6, 1024),
+    ("Qwen3.5", 1, 272, 3, 6, 1024),
+    ("Qwen3.5 in float32", 1, 528, 3, 6, 1056),
+    ("Qwen3.5-27B", 1, 784, 3, 6, 1568),
+    ("Nemotron-H-8B", 1, 1040, 6, 6, 2080),
+    ("Granite-4-H-small", 1, 528, 9, 9, 1056),
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(name):
+        (tmp_path / "config.json").write_text(json.dumps({**REAL[name], "dtype": "bfloat16"}))
+        return str(tmp_path)
+
+    return write
+
+
+def planned(path, length=16000, output=500, **more):
+    options = dict(everything='{"compress": "cake", "budget": 0.2}', requests=64) | more
+    return ask(PlanOptions(model=path, length=length, output=output, **options))
+
+
+@pytest.mark.parametrize(("name", "ranks", "block", "groups", "states", "pays"), BLOCKS)
+def test_plan_counts_long_blocks_and_states(name, ranks, block, groups, states, pays, model):
+    answer = planned(model(name), ranks=ranks)
+    found, own = answer.forecast, answer.shape.groups
+    assert (found.block_size, own.stateful_groups) == (block, groups)
+    assert own.full_groups == 1
+    full = -(-16499 // block)
+    assert found.off.end == full + states
+    assert found.on.end < found.off.end / 1.5
+    # the first that gives a block back, and the last one that gives none
+    assert found.pays_from == pays
+    at = planned(model(name), ranks=ranks, length=pays).forecast
+    assert at.on.decoding < at.off.decoding
+    before = planned(model(name), ranks=ranks, length=pays - 1).forecast
+    assert before.on.decoding == before.off.decoding
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B", "Nemotron-H-8B", "Granite-4-H-small"])
+def test_these_blocks_are_vllms(name, model, monkeypatch):
+    """By its own arithmetic, with blocks of 16 as on CUDA; Qwen3.5's needs torchvision."""
+    path = model(name)
+    config = configure(path, block_size=16, enable_prefix_caching="Qwen" in name)
+    # a CPU sums in float32 where its processor has instructions for bfloat16
+    config.cache_config.mamba_ssm_cache_dtype = "float32" if "Nemotron" in name else "auto"
+
+    class Backend:
+        get_supported_kernel_block_sizes = staticmethod(lambda *_: [MultipleOf(16)])
+        customize_spec = staticmethod(lambda spec: spec)
+
+    monkeypatch.setattr(Platform, "_find_non_ssm_backends", classmethod(lambda *_: [Backend]))
+    Platform._align_hybrid_block_size(config, Backend)
+    assert config.cache_config.block_size == planned(path).forecast.block_size
+    assert groups_of(config) == planned(path).shape.groups
+
+
+@pytest.mark.parametrize("name", ["granite-96", "qwen3-next"])
+def test_plan_counts_the_blocks_that_an_engine_holds(name, checkpoints_folder):
+    path, length, output = make(name, checkpoints_folder), 700, 100
+    given = settings("cake", 0.4)
+    options = dict(
+        dtype=STATEFUL[name].dtype, mamba_ssm_cache_dtype="float32", max_model_len=1024,
+        enable_prefix_caching=name == "qwen3-next",
+    )  # fmt: skip
+    with engine(path, additional_config=given, **options) as llm:
+        config, free = llm.scheduler.vllm_config, llm.free_blocks
+        found = planned(
+            path, length, output, everything=json.dumps(given["kvcompress"]), block_size=32,
+            dtype=STATEFUL[name].dtype, longest=1024, device="cpu",
+        ).forecast  # fmt: skip
+        assert found.block_size == llm.manager.block_size == 96
+        assert found.block_bytes == sizes_of(config).block_bytes
+        cache = llm.scheduler.kv_cache_config
+        assert found.block_bytes * cache.num_blocks == cache.kv_cache_tensors[0].size
+        llm.submit("r", tokens(length, seed=1), output)
+        held = []
+        while llm.llm.llm_engine.has_unfinished_requests():
+            llm.step()
+            held.append(free - llm.free_blocks)
+        # of two blocks with states, one is there only where the next one begins
+        groups = groups_of(config)
+        spare = groups.stateful_groups * (groups.states - 1)
+        assert found.on.decoding - spare <= held[1] <= found.on.decoding
+        assert found.on.end - spare <= max(held[1:]) <= found.on.end
+        assert found.off.end > found.on.end
