@@ -39,7 +39,7 @@ REAL = {
     },
     "Nemotron-H-8B": {
         **MAMBA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         "num_hidden_layers": 52, "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 128,
         "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "max_position_embeddings": 8192,
     },
@@ -54,13 +54,13 @@ REAL = {
 }  # fmt: skip
 # name, ranks: tokens in a block; groups with states, blocks of them; where compression pays
 BLOCKS = [
-    ("Qwen3-Next-80B", 1, 544, 3, 6, 1088),
+    ("Qwen3-Next-80B", 1, 544, 3, 6, 1024),
     ("Qwen3-Next-80B", 4, 272, 3, 6, 1024),
     ("Qwen3.5", 1, 272, 3, 6, 1024),
-    ("Qwen3.5 in float32", 1, 528, 3, 6, 1056),
-    ("Qwen3.5-27B", 1, 784, 3, 6, 1568),
+    ("Qwen3.5 in float32", 1, 528, 3, 6, 1024),
+    ("Qwen3.5-27B", 1, 784, 3, 6, 1024),
     ("Nemotron-H-8B", 1, 1040, 6, 6, 2080),
-    ("Granite-4-H-small", 1, 528, 9, 9, 1056),
+    ("Granite-4-H-small", 1, 528, 9, 9, 1024),
 ]
 
 
@@ -87,12 +87,15 @@ def test_plan_counts_long_blocks_and_states(name, ranks, block, groups, states, 
     full = -(-16499 // block)
     assert found.off.end == full + states
     assert found.on.end < found.off.end / 1.5
-    # the first that gives a block back, and the last one that gives none
     assert found.pays_from == pays
-    at = planned(model(name), ranks=ranks, length=pays).forecast
-    assert at.on.decoding < at.off.decoding
-    before = planned(model(name), ranks=ranks, length=pays - 1).forecast
-    assert before.on.decoding == before.off.decoding
+    for length in range(pays, pays + 4 * block, block // 3):
+        at = planned(model(name), ranks=ranks, length=length).forecast
+        assert at.on.decoding < at.off.decoding, length
+    before = [
+        planned(model(name), ranks=ranks, length=length).forecast
+        for length in (pays - 1, max(pays - block, 1))
+    ]
+    assert any(each.on.decoding == each.off.decoding for each in before)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next-80B", "Nemotron-H-8B", "Granite-4-H-small"])
@@ -135,7 +138,8 @@ def test_plan_counts_the_blocks_that_an_engine_holds(name, checkpoints_folder):
         held = []
         while llm.llm.llm_engine.has_unfinished_requests():
             llm.step()
-            held.append(free - llm.free_blocks)
+            if llm.compressor.compressed:
+                held.append(free - llm.free_blocks)
         # of two blocks with states, one is there only where the next one begins
         groups = groups_of(config)
         spare = groups.stateful_groups * (groups.states - 1)

@@ -31,7 +31,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
 _MOST_BLOCKS = 200
-"""Blocks of a prompt up to which the shortest one is looked for that gives a block back."""
+"""Blocks of the longest prompt that is asked whether it gives a block back."""
 
 
 def sizes_on_rank(
@@ -150,20 +150,19 @@ def forecast(
 
 
 def _pays_from(settings: CompressionConfig, sizes: Sizes) -> int | None:
-    """Tokens of the shortest prompt that gives a block back, where layers keep a state.
+    """Tokens from which on every prompt gives a block back, where layers keep a state.
 
-    A longer prompt with a longer tail may give none back: from one on, which is returned, all do
-    that have as many full blocks.
+    Of prompts with as many full blocks, the one without a tail keeps the most in pages.
     """
     if sizes.groups is None or not sizes.groups.stateful or not settings.enabled:
         return None
     block, least = sizes.block_size, max(settings.min_prompt, 1)
-    for full in range(least // block, least // block + _MOST_BLOCKS):
-        tokens = max(full * block, least)
-        plan = settings.page_plan(sizes.layers, tokens, block)
-        if plan is not None and plan.blocks < plan.full_blocks:
-            return tokens
-    return None
+    first = least // block
+    for full in range(first + _MOST_BLOCKS, first - 1, -1):
+        plan = settings.page_plan(sizes.layers, max(full * block, least), block)
+        if plan is None or plan.blocks >= plan.full_blocks:
+            return (full + 1) * block if full < first + _MOST_BLOCKS else None
+    return least
 
 
 def _in_pieces(

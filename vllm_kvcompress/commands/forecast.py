@@ -107,7 +107,7 @@ class Forecast:
         pool_off, pool_on: None unless the pool's size was given.
         worst: None unless requests may ask for something.
         in_pieces: None for a prompt that stands whole until its end.
-        pays_from: tokens of the shortest prompt that gives a block back, of models whose layers
+        pays_from: tokens from which on every prompt gives a block back, of models whose layers
             keep a state, where a block is long; None of others, or where none does.
     """
 
