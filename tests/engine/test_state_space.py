@@ -16,6 +16,7 @@ import test_prompts_in_pieces
 from checkpoints import STATEFUL, make, tokens
 from configuring import configure
 from engines import V2, engine, first_runner, settings
+from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import Ahead, ahead
 from test_prompts_in_pieces import Prompt, piecewise
@@ -234,7 +235,7 @@ def test_pieces_of_any_prompt_depend_on_its_own_tokens(alone):
 
 
 def test_states_in_the_prefix_cache_are_those_of_whole_prompts(checkpoints_folder):
-    """In sequence, since vLLM's CPU build answers by the batch in bfloat16; on it and off it.
+    """In sequence and in chunks of a block: in bfloat16 vLLM's CPU build answers by both.
 
     A compressed prompt's hit is cut short, so that its window is computed. vLLM has a state there
     only because it is told to stop there.
@@ -252,7 +253,7 @@ def test_states_in_the_prefix_cache_are_those_of_whole_prompts(checkpoints_folde
     ]
     found = {}
     for cached in (False, True):
-        options = asked(name, enable_prefix_caching=cached, max_num_seqs=4)
+        options = asked(name, enable_prefix_caching=cached, max_num_batched_tokens=block)
         with engine(model, additional_config=FREE, **options) as llm:
             assert windows_of(llm.scheduler.vllm_config).groups.states == 1 + cached
             free, hits = llm.free_blocks, []
@@ -268,6 +269,40 @@ def test_states_in_the_prefix_cache_are_those_of_whole_prompts(checkpoints_folde
     assert hits[5] == 0, "h2o reads the whole prompt"
     for with_and_without in found.values():
         assert with_and_without[0] == with_and_without[1]
+
+
+@first_runner
+def test_qwen35_gives_its_blocks_back(checkpoints_folder):
+    """Its layers are Qwen3-Next's. The prefix cache on and off answer alike, and 1.0 as vLLM."""
+    name, prompt = "qwen3.5", tokens(700, seed=1)
+    model, block = make(name, checkpoints_folder), STATEFUL[name].block
+    asks = ({}, {}, {"kv_budget": 1.0}, {"kv_compress": "off"})
+
+    def run():
+        found = []
+        for cached in (False, True):
+            # chunks that end alike, since their ends show in bfloat16
+            options = asked(name, enable_prefix_caching=cached, max_num_batched_tokens=block)
+            with engine(model, additional_config=FREE, **options) as llm:
+                assert llm.manager.block_size == block
+                free = llm.free_blocks
+                found.append([llm.generate([prompt], NEW, extra_args=ask)[0] for ask in asks])
+                assert llm.compressor.compressed == 2
+                llm.submit("r", prompt, NEW)
+                while llm.compressor.compressed == 2:
+                    llm.step()
+                # of eight blocks the tail's and three packed ones, and a state of each group
+                states = windows_of(llm.scheduler.vllm_config).blocks()
+                assert free - llm.free_blocks <= 4 + states
+                llm.drain()
+                assert llm.free_blocks == free
+        return found
+
+    for first, again, everything, off in (found := in_a_fork(run)):
+        assert first == again
+        assert everything == off
+        assert first[0] == off[0]
+    assert found[0] == found[1]
 
 
 # -- what is refused ------------------------------------------------------------------------------
