@@ -228,7 +228,8 @@ def page_pool(
         raise SeamError(
             f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
             f" {caches[0].shape[0]} for {num_blocks} blocks, as FLASH_ATTN version 4 has them for"
-            " heads of 256; pass --attention-backend TRITON_ATTN, or serve without --kv-compress"
+            " heads of 256; choose another with --attention-config.flash_attn_version or"
+            " --attention-backend, or serve without --kv-compress"
         )
     pool = PagePool(
         caches,
