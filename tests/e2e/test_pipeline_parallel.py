@@ -98,15 +98,17 @@ Kept = list[dict[str, Any] | None]
 
 
 @contextmanager
-def ranks(model: str, stages: int, each: int) -> Iterator[Engine]:
+def ranks(
+    model: str, stages: int, each: int, own: dict[str, Any] = SETTINGS, **more: Any
+) -> Iterator[Engine]:
     """An engine in this process; its stages, of so many ranks each, are processes."""
     options = dict(pipeline_parallel_size=stages, tensor_parallel_size=each, blocks=129)
-    usage = {"kvcompress": {**SETTINGS["kvcompress"], "usage": True}}
+    usage = {"kvcompress": {**own["kvcompress"], "usage": True}}
     with pytest.MonkeyPatch.context() as patch:
         leave_async_scheduling(patch)
         with engine(
             model, additional_config=usage, max_model_len=2048,
-            distributed_executor_backend="mp", **options,
+            distributed_executor_backend="mp", **options, **more,
         ) as llm:  # fmt: skip
             yield llm
 
@@ -254,6 +256,19 @@ def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
     with engine(model, additional_config=SETTINGS, max_model_len=2048) as llm:
         alone = [llm.generate(PROMPTS, new, extra_args=asks(method, new)) for method, new in rounds]
     with ranks(model, 1, 2) as llm:
+        assert [told(llm, *each)[0] for each in rounds] == alone
+
+
+@pytest.mark.usefixtures("log")
+def test_states_on_two_ranks_answer_as_one(tmp_path_factory):
+    """Each rank has the states of its own heads, in pages as long as its own keys and values."""
+    model = make("granite", tmp_path_factory.mktemp("states"))
+    own = {"kvcompress": {**SETTINGS["kvcompress"], "probe": 0}}
+    rounds = [("off", 12), ("snapkv", LONG)]
+    plain = {"enable_prefix_caching": False}
+    with engine(model, additional_config=own, max_model_len=2048, **plain) as llm:
+        alone = [llm.generate(PROMPTS, new, extra_args=asks(method, new)) for method, new in rounds]
+    with ranks(model, 1, 2, own, **plain) as llm:
         assert [told(llm, *each)[0] for each in rounds] == alone
 
 

@@ -134,7 +134,7 @@ def test_an_answer_is_packed_at_the_ends_of_blocks(name, checkpoints_folder, lon
 LENGTHS = (417, 300, 128, 640)
 # A scan's rounding depends on its chunks: of these prompts no two tokens whose scores float32
 # cannot tell apart stand at a cut.
-PROMPTS = [tokens(length, seed=length + 1) for length in LENGTHS]
+PROMPTS = [tokens(length, seed=length + 1) for length in LENGTHS[: 2 if V2 else None]]
 PROMPTS[1][:250] = PROMPTS[0][:250]
 ASKS = [{}, {"kv_compress": "off"}, {"kv_compress": "h2o"}, {"kv_budget": 0.15}]
 
@@ -156,7 +156,7 @@ def alone(request, checkpoints_folder):
         for prompt in PROMPTS:
             found += [llm.generate([prompt], NEW, extra_args=ask)[0] for ask in ASKS]
         # what keeps all of its full blocks is left whole
-        assert llm.compressor.compressed >= 2 * 3
+        assert llm.compressor.compressed >= 2 * len(PROMPTS) - 2
     return name, model, found
 
 
@@ -324,6 +324,7 @@ def test_qwen35_gives_its_blocks_back(checkpoints_folder):
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "remove --speculative-config",
         ),
+        ("granite", {"kv_cache_dtype": "fp8"}, "beside layers that keep a state is not tested"),
         ("granite", {"pipeline_parallel_size": 2}, "or states are not tested"),
         ("granite", {"disable_hybrid_kv_cache_manager": True}, "blocks of their own"),
     ],

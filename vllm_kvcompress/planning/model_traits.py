@@ -310,10 +310,11 @@ def plain_cache(traits: Traits) -> str:
 
 def _quantised(traits: Traits) -> str | None:
     """Why the KV cache's dtype cannot be, and the flags that mend it."""
-    stored = stored_in(traits)
+    stored, cure = stored_in(traits), plain_cache(traits)
+    if stored in FLOAT8_CACHES and traits.state_space:
+        return f"an fp8 KV cache beside layers that keep a state is not tested; set {cure}"
     if stored in ("auto", traits.dtype) or stored in FLOAT8_CACHES:
         return None
-    cure = plain_cache(traits)
     whose = f"got {stored}"
     if stored == traits.declared_cache:
         whose = f"this checkpoint declares {stored}"

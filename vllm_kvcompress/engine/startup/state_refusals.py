@@ -25,7 +25,7 @@ def _reasons(config: VllmConfig, settings: CompressionConfig) -> Iterator[str | 
     checks: tuple[Callable[[VllmConfig], str | None], ...] = (
         _version,
         _prefix_cache,
-        _cache_of_keys,
+        _buffer,
         _beside,
     )
     yield from (check(config) for check in checks)
@@ -69,7 +69,7 @@ def _prefix_cache(config: VllmConfig) -> str | None:
     return None
 
 
-def _cache_of_keys(config: VllmConfig) -> str | None:
+def _buffer(config: VllmConfig) -> str | None:
     if getattr(config.cache_config, "use_replayssm", False):
         return "states that are computed again from a buffer are not tested; remove --use-replayssm"
     return None
