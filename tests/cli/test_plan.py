@@ -219,7 +219,17 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
             "--kv-decode-budget cannot bound answers by 'dynamickv'",
         ),
         (
-            ["TINY", "--len", 2000, "--kv-decode-budget", 64, "--block-size", 48],
+            [
+                "TINY",
+                "--len",
+                2000,
+                "--kv-decode-budget",
+                64,
+                "--block-size",
+                48,
+                "--kv-compress-config",
+                '{"decode_interval": 128}',
+            ],
             "has 48 tokens here, got 128; set it to 96",
         ),
     ],

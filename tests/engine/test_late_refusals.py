@@ -68,7 +68,7 @@ def test_equal_full_layers_are_taken():
         (full(sliding_window=128), r"b is sliding-window attention \(128 tokens\)"),
         (full(attention_chunk_size=64), "b is FullAttentionSpec"),
         (ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64), "b is ChunkedLocal"),
-        (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)), "b is MambaSpec"),
+        (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)), "b differs from a"),
         (full(num_kv_heads=4), "b differs from a"),
         (full(head_size=128), "b differs from a"),
         (full(dtype=torch.bfloat16), "b differs from a"),
@@ -81,21 +81,28 @@ def test_trap_12_layers_that_are_not_alike(last, reason, turned):
     layers = {"a": full(), "b": last}
     if turned:  # the odd one first: it is found too
         layers = dict(reversed(layers.items()))
-        if not isinstance(last, SlidingWindowSpec):
+        if not isinstance(last, SlidingWindowSpec | MambaSpec):
             reason = reason.replace("b differs from a", "a differs from b")
     with pytest.raises(ConfigError, match=reason) as refusal:
         compressed_specs(layers, CAKE)
     assert "without --kv-compress" in str(refusal.value)
 
 
-def test_windows_without_a_full_layer_and_beside_one():
+def test_windows_and_states_without_a_full_layer_and_beside_one():
     window = SlidingWindowSpec(**SHAPE, sliding_window=512)
-    with pytest.raises(ConfigError, match="all of this model's have a sliding window; serve it wi"):
+    with pytest.raises(ConfigError, match="all of this model's have a sliding window or keep a st"):
         compressed_specs({"a": window, "b": window}, CAKE)
     specs = compressed_specs({"a": window, "b": full(), "c": window, "d": full()}, CAKE)
     assert specs["a"] is specs["c"] is window
     assert specs["b"] == specs["d"]
     assert (type(specs["b"]), specs["b"].num_compressed_layers) == (CompressedSpec, 2)
+    page = full().page_size_bytes
+    # a state is none of a number of tokens: without the prefix cache its block is the longest text
+    state = MambaSpec(
+        block_size=8192, shapes=((4, 4),), dtypes=(torch.float32,), page_size_padded=page
+    )
+    beside = compressed_specs({"a": state, "b": full()}, CAKE)
+    assert (beside["a"], type(beside["b"])) == (state, CompressedSpec)
     for mixed in ([specs["b"], window], [window, specs["b"]]):
         with pytest.raises(AssertionError):  # what vLLM's grouping takes for an answer
             type(specs["b"]).merge(mixed)
