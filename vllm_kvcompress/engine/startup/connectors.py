@@ -104,7 +104,7 @@ def _untested(config: VllmConfig, settings: CompressionConfig) -> str | None:
         if size > 1:
             flag = "--" + name.replace("_", "-")
             return f"prompts that several ranks pull are not tested; set {flag} 1, got {size}"
-    if groups_of(config).windowed or config.model_config.is_hybrid:
+    if groups_of(config).others or config.model_config.is_hybrid:
         return (
             "prompts of models with other layers than full attention are not tested behind a"
             f" connector; remove {_FLAG}, or serve this model without --kv-compress"
