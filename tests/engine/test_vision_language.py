@@ -156,30 +156,145 @@ def test_judged_by_its_answer_it_is_the_same_in_company(more, alone):
         assert llm.free_blocks == free
 
 
+PIECES = dict(max_whole=640, piece=256, probe=16)
+OFF = {"kv_compress": "off"}
+
+
+def as_tokens(llm, prompt):
+    """The same prompt by its token ids, in which a picture is one yet."""
+    ids = llm.llm.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False)
+    return {"prompt_token_ids": ids, "multi_modal_data": prompt["multi_modal_data"]}
+
+
+def render(llm, prompt):
+    """As vLLM's server has it when it makes a request of it, past the cache of pictures."""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    renderer = llm.llm.renderer
+    parsed = parse_model_prompt(llm.llm.model_config, prompt)
+    tokenizing = renderer.default_cmpl_tok_params
+    return renderer.render_cmpl([parsed], tokenizing, skip_mm_cache=True)[0]
+
+
+def answered(llm, prompt, tokens=NEW, **more):
+    """The answer to a prompt that is rendered where a request is made of it."""
+    llm.llm.llm_engine.add_request("raw", prompt, sampling(tokens, **more))
+    return llm.drain()["raw"]
+
+
 @first_runner
 def test_what_was_not_tested_is_refused_unless_it_is_left_whole(alone, monkeypatch):
-    """By name and before it runs: videos, pictures of other models, and prompts in pieces."""
+    """By name and before it runs: videos, and pictures of other models."""
     from vllm.exceptions import VLLMValidationError
+    from vllm.multimodal.inputs import PlaceholderRange
 
-    model, plain, _ = alone
-    pieces = dict(max_whole=640, piece=256, probe=16)
-    config = settings("cake", 0.3, allow_override="off", **pieces)
-    off = {"kv_compress": "off"}
+    model, plain, want = alone
+    config = settings("cake", 0.3, allow_override="off")
     with engine(model, additional_config=config, **OPTIONS) as llm:
-        with pytest.raises(VLLMValidationError, match="may be packed piece by piece"):
-            answers(llm, ASKED[:1], 200)
-        assert answers(llm, ASKED[:1], extra_args=off) == plain[:1]
-        assert answers(llm, ASKED[:1])[0][0] == plain[0][0]  # it has no 640 tokens with its answer
         process = llm.llm.llm_engine.input_processor.process_inputs
-        ids = [ID["<|video_pad|>"]] * 300
-        video = {"type": "multimodal", "prompt_token_ids": ids, "mm_placeholders": {"video": []}}
-        with pytest.raises(VLLMValidationError, match=r"has \['video'\], which was not tested"):
+        video = {
+            "type": "multimodal",
+            "prompt_token_ids": [ID["<|video_pad|>"]] * 300,
+            "mm_placeholders": {"video": [PlaceholderRange(offset=0, length=300)]},
+            "mm_hashes": {"video": ["of a video"]},
+            "mm_kwargs": {"video": [None]},
+        }
+        refused = pytest.raises(VLLMValidationError, match="holds videos, which was not tested")
+        with refused as refusal:
             process("v", video, sampling(), supported_tasks=("generate",))
+        assert "may hold only text and images where they are compressed" in str(refusal.value)
+        empty = render(llm, ASKED[0])
+        for nothing in ([], None):
+            held = {**empty["mm_placeholders"], "video": nothing}
+            assert modalities.held_beside_text({"mm_placeholders": held}) == {"image"}
+        empty["mm_placeholders"]["video"] = []
+        assert answered(llm, empty) == want[0]
         told = llm.scheduler.vllm_config
         assert modalities.warning_of(told) is None  # it takes no videos
         monkeypatch.setattr(modalities, "TESTED", {})
         assert "with anything but text were not tested" in modalities.warning_of(told)
-        with pytest.raises(VLLMValidationError, match=r"may hold text alone .* has \['image'\]"):
-            answers(llm, ASKED[:1])
-        assert answers(llm, ASKED[:1], extra_args=off) == plain[:1]
+        short = asked(1, repeats=1)
+        lengths = [len(p["prompt_token_ids"]) for p in (as_tokens(llm, short), render(llm, short))]
+        assert lengths[0] < 128 < lengths[1]
+        for prompt in (ASKED[0], short, as_tokens(llm, short)):
+            with pytest.raises(VLLMValidationError, match=r"may hold only text where .* images"):
+                answers(llm, [prompt])
+            with pytest.raises(VLLMValidationError, match=r"may hold only text where .* images"):
+                answered(llm, prompt)
+        assert answers(llm, ASKED[:1], extra_args=OFF) == plain[:1]
+        # nothing of this one is ever dropped
+        small = {"prompt": PICTURE + TEXT, "multi_modal_data": {"image": picture(2, 2, 1)}}
+        assert answers(llm, [small])[0] == answered(llm, small)
+        assert llm.compressor.compressed == 1
         assert not llm.llm.llm_engine.has_unfinished_requests()
+
+
+@first_runner
+def test_with_max_whole_a_picture_is_served_while_its_prompt_stands_whole(alone):
+    """Counted with the picture's tokens, whichever way a prompt comes."""
+    from vllm.exceptions import VLLMValidationError
+
+    model, plain, _ = alone
+    config = settings("cake", 0.3, allow_override="off", **PIECES)
+    with engine(model, additional_config=config, **OPTIONS) as llm:
+        raw = as_tokens(llm, ASKED[0])
+        length = len(render(llm, ASKED[0])["prompt_token_ids"])
+        assert len(raw["prompt_token_ids"]) + 200 < 640 < length + 200
+        told = f"has {length} tokens, up to {length + 200} with its answer, and --kv-max-whole is"
+        for ask in (lambda p, n: answers(llm, [p], n), lambda p, n: answered(llm, p, n)):
+            for prompt in (ASKED[0], raw):
+                with pytest.raises(VLLMValidationError, match=told) as refusal:
+                    ask(prompt, 200)
+                assert "ask for a shorter answer" in str(refusal.value)
+            with pytest.raises(VLLMValidationError, match="up to 1024 with its answer"):
+                ask(raw, None)
+            with pytest.raises(VLLMValidationError, match="640; send a shorter prompt, or"):
+                ask(asked(repeats=8), 1)
+        assert not llm.llm.llm_engine.has_unfinished_requests()
+        assert answers(llm, ASKED[:1], extra_args=OFF) == plain[:1]
+        assert answered(llm, raw, extra_args=OFF) == plain[0]
+        # it has no 640 tokens with its answer
+        assert answers(llm, ASKED[:1])[0][0] == answered(llm, raw)[0] == plain[0][0]
+
+
+@first_runner
+def test_a_refused_prompt_takes_nothing_of_anothers_from_the_cache(alone):
+    """Its own picture is sent with the next request; those of other prompts stay where they are."""
+    from vllm.exceptions import VLLMValidationError
+
+    model, plain, _ = alone
+    config = settings("cake", 0.3, allow_override="off", **PIECES)
+    with engine(model, additional_config=config, **OPTIONS) as llm:
+        cache = llm.llm.renderer.mm_processor_cache
+        own, other = (render(llm, each)["mm_hashes"]["image"][0] for each in ASKED[:2])
+        for refuse in (answers, lambda llm, prompts, n: answered(llm, prompts[0], n)):
+            llm.llm.llm_engine.reset_mm_cache()
+            assert answers(llm, ASKED[1:2], extra_args=OFF) == plain[1:2]
+            with pytest.raises(VLLMValidationError, match="piece by piece"):
+                refuse(llm, ASKED[:1], 200)
+            assert cache.is_cached([own, other]) == [False, True]
+            assert answers(llm, ASKED[:2], extra_args=OFF) == plain[:2]
+            assert cache.is_cached([own, other]) == [True, True]
+
+
+@first_runner
+def test_beam_search_with_pictures_is_refused_where_its_prompts_may_be_packed(alone):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_kvcompress.engine.frontend import api
+
+    def beams(*parts):
+        said = [{"role": "user", "content": list(parts)}]
+        return ChatCompletionRequest(messages=said, use_beam_search=True, n=2)
+
+    text = {"type": "text", "text": "What is this?"}
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with engine(alone[0], additional_config=settings("cake", 0.3, **PIECES), **OPTIONS) as llm:
+        processor = llm.llm.llm_engine.input_processor
+        api._check_beams(processor, beams(text), chat=True)
+        with pytest.raises(VLLMValidationError, match="without use_beam_search"):
+            api._check_beams(processor, beams(shown, text), chat=True)
+    with engine(alone[0], additional_config=settings("cake", 0.3), **OPTIONS) as llm:
+        processor = llm.llm.llm_engine.input_processor
+        api._check_beams(processor, beams(shown, text), chat=True)

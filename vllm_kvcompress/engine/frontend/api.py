@@ -25,7 +25,14 @@ from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.by_role import asked_roles
 from vllm_kvcompress.engine.frontend.chat_parts import TOLD, wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
-from vllm_kvcompress.engine.frontend.modalities import held_beside_text, refuse_untested
+from vllm_kvcompress.engine.frontend.modalities import (
+    forget,
+    held_beside_text,
+    refuse_untested,
+    rendered,
+    shows_more_than_text,
+    waits_for_rendering,
+)
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.frontend.transfers import (
@@ -109,21 +116,18 @@ def _policy(processor: InputProcessor) -> _Policy:
 
 
 def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
-    """Run `_checked_whole`; the pictures of a refused prompt are forgotten.
-
-    vLLM believes that the engine has what was processed for it, and would send no more than its
-    hash with the next request that shows the same picture.
-    """
+    """Run `_checked_whole`; what was processed for a refused prompt is forgotten."""
     try:
         return _checked_whole(processor, prompt, params)
     except VLLMValidationError:
-        if held_beside_text(prompt):
-            processor.renderer.clear_mm_cache()
+        forget(processor.renderer, prompt)
         raise
 
 
 def _checked_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
     """Run `check`, and `check_room` where the prompt's tokens are known.
+
+    Of a prompt that waits for its rendering, only what can be judged before.
 
     Returns:
         What of the prompt is protected, and the tokens of each role where the request asks.
@@ -135,12 +139,14 @@ def _checked_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple
     if policy.settings is not None:
         with _refusing(PARAMETERS):
             check_transfer(config, extra_args, params.n)
-    with _refusing():
-        refuse_untested(config, policy.settings, params, prompt)
-        spans = protected_spans(config, policy.settings, params, prompt)
-        roles = asked_roles(policy.settings, params, prompt)
+    if waits_for_rendering(prompt):
+        return (), {}
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     tokens = None if ids is None else len(ids)
+    with _refusing():
+        refuse_untested(config, policy.settings, params, held_beside_text(prompt), tokens or 0)
+        spans = protected_spans(config, policy.settings, params, prompt)
+        roles = asked_roles(policy.settings, params, prompt)
     check_room(config, policy.settings, extra_args, tokens, spans)
     return spans, roles
 
@@ -158,6 +164,8 @@ def install() -> None:
         params = kwargs["params"] if "params" in kwargs else args[2]
         spans, roles = _check_whole(self, prompt, params)
         request = process_inputs(self, *args, **kwargs)
+        if waits_for_rendering(prompt):
+            spans, roles = _check_whole(self, rendered(request), params)
         if request.sampling_params is not None:
             attach_spans(request.sampling_params, spans, roles)
         return request
@@ -195,7 +203,7 @@ def _words(processor: InputProcessor, request: Any) -> tuple[str, ...] | None:
 
 
 def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None:
-    """Refuse beam search where its prompts may be packed and should have been protected.
+    """Refuse beam search where its prompts may be packed and should not be, or should be protected.
 
     Each of its steps is a request by the engine's own settings for one token, which is left whole
     unless it is packed piece by piece. The operator's words concern chats alone.
@@ -215,6 +223,14 @@ def _check_beams(processor: InputProcessor, request: Any, *, chat: bool) -> None
             )
     if not settings.enabled or settings.max_whole is None:
         return
+    if chat and shows_more_than_text(request.messages):
+        with _refusing():
+            raise OverrideError(
+                "invalid",
+                "a prompt that holds more than text must stand whole until its end, and beam search"
+                " makes longer and longer prompts of this one, which this server may pack piece by"
+                " piece; send it without use_beam_search",
+            )
     asked = protection_for(settings, request.vllm_xargs)
     if asked.spans or asked.named or (chat and asked.words):
         with _refusing():

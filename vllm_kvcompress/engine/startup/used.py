@@ -25,7 +25,10 @@ USED = (
         _USED,
         "vllm.exceptions:VLLMValidationError",
         "vllm.sampling_params:SamplingParams(extra_args, max_tokens, n)",
-        "vllm.renderers.base:BaseRenderer.clear_mm_cache",
+        "vllm.renderers.base:BaseRenderer.mm_processor_cache",
+        "vllm.multimodal.cache:BaseMultiModalProcessorCache.invalidate(mm_hash)",
+        "vllm.multimodal.inputs:MultiModalFeatureSpec(modality, identifier, mm_position, mm_hash)",
+        "vllm.v1.engine:EngineCoreRequest(prompt_token_ids, mm_features, sampling_params)",
     ),
     *seams(
         "frontend",
