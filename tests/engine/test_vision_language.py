@@ -4,7 +4,11 @@ Their positions are M-RoPE's, which keys carry when they are cached. `test_refer
 is kept is held against the methods in float64; here a picture is among what was asked.
 """
 
+from itertools import pairwise
+from string import ascii_lowercase
+
 import pytest
+import torch
 
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_reference import WINDOW, equals_the_reference, packed
@@ -23,6 +27,10 @@ OPTIONS = dict(
     max_num_seqs=8,
     limit_mm_per_prompt={"video": 0},
 )
+OFF = {"kv_compress": "off"}
+PIECES = dict(max_whole=640, piece=256, probe=16)
+# an answer that is prefilled after a preemption must show no picture
+LETTERS = {"allowed_token_ids": [ID[letter] for letter in ascii_lowercase]}
 
 pytestmark = pytest.mark.usefixtures(without_videos.__name__)
 
@@ -34,7 +42,16 @@ def asked(seed=1, repeats=5, before="Look at this: "):
     }
 
 
-ASKED = [asked(1), asked(2), asked(1, repeats=3), asked(3, before=TEXT * 2)]
+def asked_of_two(repeats=3):
+    """Pictures of two shapes, with text between them."""
+    shown = [picture(COLUMNS, ROWS, 4), picture(6, 9, 5)]
+    return {
+        "prompt": f"Look: {PICTURE} {TEXT} Or at this: {PICTURE} {TEXT * repeats}",
+        "multi_modal_data": {"image": shown},
+    }
+
+
+ASKED = [asked(1), asked(2), asked(1, repeats=3), asked(3, before=TEXT * 2), asked_of_two()]
 
 
 def sampling(tokens=NEW, **more):
@@ -51,11 +68,31 @@ def answers(llm, prompts, tokens=NEW, **more):
     return [list(o.outputs[0].token_ids) for o in outputs(llm, prompts, tokens, **more)]
 
 
-@pytest.mark.parametrize("method", ["cake", "snapkv"])
+def answered(llm, prompt, tokens=NEW, **more):
+    """The answer to a prompt that is rendered where a request is made of it."""
+    llm.llm.llm_engine.add_request("raw", prompt, sampling(tokens, **more))
+    return llm.drain()["raw"]
+
+
+def as_tokens(llm, prompt):
+    """The same prompt by its token ids, in which a picture is one yet."""
+    ids = llm.llm.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False)
+    return {"prompt_token_ids": ids, "multi_modal_data": prompt["multi_modal_data"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt"),
+    [("cake", asked()), ("snapkv", asked_of_two())],
+    ids=["cake", "snapkv, two pictures"],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
-    """Chunks of 150 end within the picture; positions are its own, which no count gives."""
-    config = settings(method, 0.3, window=WINDOW)
+def test_pages_hold_what_the_method_says(name, method, prompt, checkpoints_folder):
+    """Chunks of 150 end within the picture; positions are its own, which no count gives.
+
+    An answer goes on at the positions that it has without compression: the first layer's queries
+    and keys depend on a token and its position alone, and the first token is the same.
+    """
+    config = settings(method, 0.3, window=WINDOW, allow_override="off")
     with engine(
         make(name, checkpoints_folder),
         additional_config=config,
@@ -63,16 +100,23 @@ def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
         max_num_batched_tokens=150,
         **OPTIONS,
     ) as llm:
-        seen, free = llm.record_attention(), llm.free_blocks
-        llm.llm.llm_engine.add_request("r", asked(), sampling(8))
+        left_whole, free = llm.record_attention(), llm.free_blocks
+        want = answered(llm, prompt, 2, extra_args=OFF)
+        whole = {part: torch.cat(left_whole[0][part]) for part in "qk"}
+        seen = llm.record_attention()
+        llm.llm.llm_engine.add_request("r", prompt, sampling(8))
         counts, held = packed(llm)
         (request,) = llm.running()
         tokens = request.num_prompt_tokens
         pictures = [at for at, token in enumerate(request.prompt_token_ids) if token == IMAGE]
         assert COLUMNS * ROWS <= len(pictures) < tokens - WINDOW
+        assert len(whole["q"]) == tokens + 1
         assert free - llm.free_blocks < tokens // BLOCK
-        llm.drain()
+        (answer,) = llm.drain().values()
         assert llm.free_blocks == free
+    assert answer[0] == want[0]
+    for part, rows in whole.items():
+        assert torch.equal(torch.cat(seen[0][part])[tokens], rows[tokens])
     family = FAMILIES[name]
     made = CompressionConfig.parse(config["kvcompress"])
     equals_the_reference(made, seen, counts, held, family, tokens)
@@ -119,18 +163,28 @@ def test_trap_21_an_answer_depends_on_its_own_picture(more, alone):
         assert llm.free_blocks == free
 
 
+def goes_on_as_alone(llm, prompt, answer, cuts):
+    """Assert that `answer` is this prompt's, alone in this engine, as `Engine.alone` does.
+
+    From each of `cuts` on it is that of a request which prefills the prompt and what was answered.
+    """
+    raw = as_tokens(llm, prompt)
+    for start, stop in pairwise([0, *cuts, len(answer)]):
+        again = {**raw, "prompt_token_ids": raw["prompt_token_ids"] + answer[:start]}
+        if stop > start:
+            assert answers(llm, [again], stop - start, **LETTERS) == [answer[start:stop]]
+
+
 def test_preempted_it_goes_on_and_every_block_returns(alone):
-    model, _, want = alone
+    model = alone[0]
     config = settings("cake", 0.3)
     small = {**OPTIONS, "max_model_len": 768, "enable_prefix_caching": False}
     with engine(model, additional_config=config, blocks=1 + 25, **small) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
-        got = answers(llm, ASKED, 200)
+        got = answers(llm, ASKED, 200, **LETTERS)
         assert cuts
-        # until it was preempted, an answer is what it is alone
         for number, answer in enumerate(got):
-            first = min([*cuts.get(str(number), [NEW]), NEW])
-            assert answer[:first] == want[number][:first]
+            goes_on_as_alone(llm, ASKED[number], answer, cuts.get(str(number), []))
         assert llm.free_blocks == free
 
 
@@ -156,16 +210,6 @@ def test_judged_by_its_answer_it_is_the_same_in_company(more, alone):
         assert llm.free_blocks == free
 
 
-PIECES = dict(max_whole=640, piece=256, probe=16)
-OFF = {"kv_compress": "off"}
-
-
-def as_tokens(llm, prompt):
-    """The same prompt by its token ids, in which a picture is one yet."""
-    ids = llm.llm.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False)
-    return {"prompt_token_ids": ids, "multi_modal_data": prompt["multi_modal_data"]}
-
-
 def render(llm, prompt):
     """As vLLM's server has it when it makes a request of it, past the cache of pictures."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -174,12 +218,6 @@ def render(llm, prompt):
     parsed = parse_model_prompt(llm.llm.model_config, prompt)
     tokenizing = renderer.default_cmpl_tok_params
     return renderer.render_cmpl([parsed], tokenizing, skip_mm_cache=True)[0]
-
-
-def answered(llm, prompt, tokens=NEW, **more):
-    """The answer to a prompt that is rendered where a request is made of it."""
-    llm.llm.llm_engine.add_request("raw", prompt, sampling(tokens, **more))
-    return llm.drain()["raw"]
 
 
 @first_runner
