@@ -10,10 +10,12 @@ from string import ascii_lowercase
 import pytest
 import torch
 
+from configuring import configure
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_reference import WINDOW, equals_the_reference, packed
 from vision_checkpoints import FAMILIES, ID, PICTURE, make, picture, without_videos
 from vllm_kvcompress.engine.frontend import modalities
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
 NAMES = ["qwen3-vl"] if V2 else list(FAMILIES)
@@ -218,6 +220,29 @@ def render(llm, prompt):
     parsed = parse_model_prompt(llm.llm.model_config, prompt)
     tokenizing = renderer.default_cmpl_tok_params
     return renderer.render_cmpl([parsed], tokenizing, skip_mm_cache=True)[0]
+
+
+@first_runner
+@pytest.mark.parametrize(
+    ("option", "reason", "flag"),
+    [
+        ({"enable_mm_embeds": True}, "come as embeddings", "--enable-mm-embeds"),
+        ({"video_pruning_rate": 0.5}, "take another way", "--video-pruning-rate, got 0.5"),
+        (
+            {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
+            *("another server encodes", "--ec-transfer-config"),
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_images_that_are_not_processed_here_are_refused_at_the_start(
+    option, reason, flag, checkpoints_folder
+):
+    model = make("qwen3-vl", checkpoints_folder)
+    with pytest.raises((ConfigError, ValueError), match=reason) as refusal:
+        configure(model, **option)
+    assert f"remove {flag}" in str(refusal.value)
+    configure(model, additional_config={}, **option)
 
 
 @first_runner

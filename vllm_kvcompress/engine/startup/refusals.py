@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of, stages_of, states_kept
 from vllm_kvcompress.engine.startup.connectors import why_not_connected
+from vllm_kvcompress.engine.startup.multimodal import why_not_processed
 from vllm_kvcompress.engine.startup.state_refusals import why_not_with_states
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
@@ -380,8 +381,8 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
     of_both = (
-        *(why_not_connected, why_not_with_states, _quantised, _drafts, _window_fits),
-        *(_packed_again, _probe_fits),
+        *(why_not_connected, why_not_processed, why_not_with_states, _quantised, _drafts),
+        *(_window_fits, _packed_again, _probe_fits),
     )
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:
