@@ -13,9 +13,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures(without_videos.__name_
 prepare_model_runner()
 
 
-def test_it_tells_what_stays_of_a_picture(examined, tmp_path):
-    from vllm_kvcompress.doctor.kept import KeptMap
+SHOWN = 12 * 10
+FIRST = len(["<|im_start|>", *"user\n", "<|vision_start|>"])  # the picture's first token
+FLAGS = (
+    *("--enforce-eager", "--block-size", "32", "--dtype", "float32", "--max-model-len", "1024"),
+    *("--num-gpu-blocks-override", "65", "--limit-mm-per-prompt", '{"video": 0}'),
+)
 
+
+@pytest.fixture
+def explained(examined, tmp_path):
+    """Ask what stays of a chat that shows a picture of `SHOWN` tokens."""
     out = io.BytesIO()
     picture(12, 10, seed=1).save(out, "PNG")
     url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
@@ -23,17 +31,44 @@ def test_it_tells_what_stays_of_a_picture(examined, tmp_path):
     asked = {"type": "text", "text": "The lamp is blue. " * 20}
     chat = {"messages": [{"role": "user", "content": [shown, asked]}]}
     (tmp_path / "chat.json").write_text(json.dumps(chat))
-    done = examined(
-        "doctor", make("qwen3-vl", tmp_path), "--kv-budget", "0.3", "--kv-min-prompt", "128",
-        "--prompt-file", str(tmp_path / "chat.json"), "--explain", "--json", "--",
-        "--enforce-eager", "--block-size", "32", "--dtype", "float32", "--max-model-len", "1024",
-        "--num-gpu-blocks-override", "65", "--limit-mm-per-prompt", '{"video": 0}',
-    )  # fmt: skip
+    common = ("--kv-budget", "0.3", "--kv-min-prompt", "128", "--explain", "--json")
+
+    def explaining(*flags):
+        file = ("--prompt-file", str(tmp_path / "chat.json"))
+        return examined("doctor", make("qwen3-vl", tmp_path), *common, *file, "--", *FLAGS, *flags)
+
+    return explaining
+
+
+def test_it_tells_what_stays_of_a_picture(explained):
+    from vllm_kvcompress.doctor.kept import KeptMap
+
+    done = explained()
     assert done.status == 0, done.out + done.err[-2000:]
     kept = KeptMap.from_json(json.loads(done.out)["kept"])
     assert list(kept.parts) == ["image", "other"]
-    assert kept.parts["image"][0] == 12 * 10
+    tokens, share = kept.parts["image"]
+    assert tokens == SHOWN
     assert sum(tokens for tokens, _ in kept.parts.values()) == kept.prompt_tokens
     assert kept.mean == pytest.approx(sum(n * share for n, share in kept.parts.values()))
-    assert 0 < kept.parts["image"][1] < 1
-    assert f"image {kept.parts['image'][1]:.0%} of 120, other" in kept.by_part
+    assert f"image {share:.0%} of 120, other" in kept.by_part
+    # counted again out of the map: buckets that lie within the picture, and those that touch it
+    buckets = len(kept.share[0])
+    of_bucket = [[] for _ in range(buckets)]
+    for at in range(kept.prompt_tokens):
+        of_bucket[at * buckets // kept.prompt_tokens].append(FIRST <= at < FIRST + SHOWN)
+    stays = [len(held) * sum(row[b] for row in kept.share) for b, held in enumerate(of_bucket)]
+    within, touching = (
+        sum(n for n, held in zip(stays, of_bucket, strict=True) if which(held)) / kept.layers
+        for which in (all, any)
+    )
+    assert 0 < within <= share * SHOWN + 1e-6 <= touching + 2e-6 < SHOWN
+
+
+def test_a_picture_that_the_settings_refuse_is_told_before_it_runs(explained):
+    done = explained("--kv-max-whole", "400", "--kv-piece", "128")
+    assert done.status == 2, done.out
+    told = " ".join(done.err.replace("│", " ").split())
+    assert "a prompt with images must stand whole until its end" in told
+    assert "--kv-max-whole is 400; send a shorter prompt" in told
+    assert "worker" not in done.out

@@ -13,6 +13,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_kvcompress.doctor.probe_prompt import Limits
 from vllm_kvcompress.engine.frontend.by_role import every_role
 from vllm_kvcompress.engine.frontend.chat_parts import parts_of
+from vllm_kvcompress.engine.frontend.modalities import held_beside_text, refuse_untested
 from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.errors import ConfigError
@@ -43,7 +44,8 @@ def prompt_of(
     """The prompt that `spec` tells of.
 
     Raises:
-        ConfigError: the model has no tokenizer or template for it, or it is too long.
+        ConfigError: the model has no tokenizer or template for it, it is too long, or it holds
+            what these settings do not compress.
     """
     if spec["chat"] is None:
         ids = _ids(engine, config, limits, spec)
@@ -63,6 +65,7 @@ def prompt_of(
     parts = parts_of(prompt)
     settings = active_settings(config.additional_config)
     params = SamplingParams(max_tokens=limits.answer, extra_args=dict(limits.asks) or None)
+    refuse_untested(config, settings, params, held_beside_text(prompt), len(ids))
     protected = protected_spans(config, settings, params, prompt)
     return TrialPrompt(
         ids=ids,
