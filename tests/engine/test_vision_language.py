@@ -15,6 +15,7 @@ from engines import BLOCK, V2, engine, first_runner, settings
 from test_reference import WINDOW, equals_the_reference, packed
 from vision_checkpoints import FAMILIES, ID, PICTURE, make, picture, without_videos
 from vllm_kvcompress.engine.frontend import modalities
+from vllm_kvcompress.engine.messages.spans import spans_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -272,6 +273,11 @@ def test_what_was_not_tested_is_refused_unless_it_is_left_whole(alone, monkeypat
             assert modalities.held_beside_text({"mm_placeholders": held}) == {"image"}
         empty["mm_placeholders"]["video"] = []
         assert answered(llm, empty) == want[0]
+        # spans, too, are of the prompt with its picture's tokens
+        raw, asks = as_tokens(llm, asked(9)), {"kv_protect": "450:460"}
+        assert len(raw["prompt_token_ids"]) < 450
+        made = process("s", raw, sampling(extra_args=asks), supported_tasks=("generate",))
+        assert spans_of(made.sampling_params) == ((450, 460),)
         told = llm.scheduler.vllm_config
         assert modalities.warning_of(told) is None  # it takes no videos
         monkeypatch.setattr(modalities, "TESTED", {})
