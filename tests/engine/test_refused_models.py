@@ -26,9 +26,13 @@ MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral")
 WITHOUT = "serve this model without --kv-compress"
 EVERY = "every layer must be full attention, or some a sliding window, this model"
 STATES = (
-    f"{EVERY} has state-space layers, and of such models ['GraniteMoeHybridForCausalLM',"
-    " 'NemotronHForCausalLM', 'Qwen3NextForCausalLM', 'Qwen3_5ForCausalLM'] are tested;"
+    "of models with state-space layers ['GraniteMoeHybridForCausalLM', 'NemotronHForCausalLM',"
+    " 'Qwen3NextForCausalLM', 'Qwen3_5ForCausalLM'] alone are tested, and this is another one;"
     f" {WITHOUT}"
+)
+ONE_KIND = (
+    "some layers must be full attention and others keep a state, and this model has no layer of one"
+    f" of the two kinds; {WITHOUT}"
 )
 GRANITE = dict(architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid")
 POOLING = f"only generating models decode, this one is for pooling; {WITHOUT}"
@@ -118,7 +122,14 @@ MODELS = {
     ),
     "granite without attention": (
         dict(**GRANITE, layer_types=["mamba"] * 4),
-        f"some layer must be full attention, all of this model keep a state; {WITHOUT}",
+        ONE_KIND,
+    ),
+    "nemotron without states": (
+        dict(
+            architectures=["NemotronHForCausalLM"], model_type="nemotron_h",
+            hybrid_override_pattern="*-*-", num_hidden_layers=4,
+        ),
+        ONE_KIND,
     ),
     "granite with more attention than states": (
         dict(**GRANITE, layer_types=["attention"] * 3 + ["mamba"]),

@@ -29,6 +29,21 @@ def test_what_is_given_stays_also_where_it_is_the_usual_one(given):
         assert all(getattr(fitting, key) == value for key, value in given.items())
 
 
+def test_an_interval_holds_the_decode_window():
+    own = CompressionConfig.parse(BOUNDED | {"decode_window": 120})
+    assert in_whole_blocks(own, 96).decode_interval == 192
+    assert in_whole_blocks(own, 72).decode_interval == 144
+
+
+def test_settings_that_are_equal_may_differ_in_what_was_given():
+    given = CompressionConfig.parse(BOUNDED | {"decode_interval": 128})
+    usual = CompressionConfig.parse(BOUNDED)
+    assert given == usual
+    for _ in range(2):
+        assert in_whole_blocks(given, 528).decode_interval == 128
+        assert in_whole_blocks(usual, 528).decode_interval == 528
+
+
 def test_what_bounds_nothing_is_left_alone():
     own = CompressionConfig.parse({"compress": "cake"})
     assert in_whole_blocks(own, 528) is own

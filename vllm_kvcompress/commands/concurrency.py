@@ -145,6 +145,7 @@ def forecast(
         worst=Worst(asks=asks, blocks=largest, pool=pools[2]) if asks else None,
         group=sizes.groups.size if sizes.groups is not None and sizes.groups.others else None,
         in_pieces=_in_pieces(settings, sizes, load, blocks),
+        with_states=sizes.groups is not None and sizes.groups.stateful > 0,
         pays_from=_pays_from(settings, sizes),
     )
 

@@ -107,8 +107,9 @@ class Forecast:
         pool_off, pool_on: None unless the pool's size was given.
         worst: None unless requests may ask for something.
         in_pieces: None for a prompt that stands whole until its end.
-        pays_from: tokens from which on every prompt gives a block back, of models whose layers
-            keep a state, where a block is long; None of others, or where none does.
+        with_states: some layers keep a state, so that a block is long.
+        pays_from: tokens from which on every prompt gives a block back, of such models; None of
+            others, or where none does.
     """
 
     load: Load
@@ -126,6 +127,7 @@ class Forecast:
     worst: Worst | None = None
     group: int | None = None
     in_pieces: InPieces | None = None
+    with_states: bool = False
     pays_from: int | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _layers(forecast: Forecast, stages: int) -> str:
     if stages > 1:
         return f"all layers of a stage, of which there are {stages}"
     own = forecast.group
-    if forecast.pays_from is not None:
+    if forecast.with_states:
         return f"{own} layers; states have blocks of their own"
     return "all layers" if own is None else f"{own} layers; windows have blocks of their own"
 
@@ -101,6 +101,10 @@ def _notes(forecast: Forecast, stages: int) -> list[str]:
         notes.append(
             f"A page is a whole block, and the tail stays: at this budget prompts of"
             f" {forecast.pays_from:,} tokens and more give a block back."
+        )
+    elif forecast.with_states:
+        notes.append(
+            "A page is a whole block, and at this budget no length is sure to give one back."
         )
     if forecast.worst is not None:
         notes.append(_worst(forecast, forecast.worst))

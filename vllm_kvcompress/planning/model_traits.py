@@ -268,11 +268,14 @@ def _states(traits: Traits, kinds: set[str]) -> str | None:
     """Why a model whose layers keep states cannot be compressed; None if its full ones can."""
     if not traits.with_states:
         return (
-            f"{_EVERY_LAYER} has state-space layers, and of such models {sorted(WITH_STATES)} are"
-            f" tested; {_WITHOUT}"
+            f"of models with state-space layers {sorted(WITH_STATES)} alone are tested, and this"
+            f" is another one; {_WITHOUT}"
         )
-    if not kinds & FULL:
-        return f"some layer must be full attention, all of this model keep a state; {_WITHOUT}"
+    if not (kinds & FULL and kinds & STATEFUL):
+        return (
+            "some layers must be full attention and others keep a state, and this model has no layer"
+            f" of one of the two kinds; {_WITHOUT}"
+        )
     if others := kinds - FULL - STATEFUL - WITHOUT_CACHE:
         return (
             "beside full attention and layers that keep a state there must be no others, this model"

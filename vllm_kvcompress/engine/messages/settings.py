@@ -14,7 +14,7 @@ _parsed: dict[str, CompressionConfig] = {}
 
 
 def attach_settings(additional_config: Any, settings: CompressionConfig) -> dict[str, Any]:
-    """A vLLM configuration's mapping with these settings; what is at its default is left out."""
+    """A vLLM configuration's mapping with these settings; what nobody gave is left out."""
     return {**(additional_config or {}), _KEY: settings.to_additional_config()}
 
 

@@ -91,7 +91,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         block: tokens in a KV block; 0 where vLLM chooses it later, and lengths that nobody gave
             follow it then.
     """
-    later = "" if block else ", in whole KV blocks"
+    later = ", or as many whole KV blocks as that holds, or one block,"
     settings = in_whole_blocks(settings, block) if block else settings
     logger.info(
         "KV-cache compression is on: %s, budget %s, for prompts of at least %d tokens",
@@ -125,7 +125,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
             " every %d tokens%s",
             settings.decode_budget,
             settings.decode_interval,
-            later,
+            "" if block or "decode_interval" in settings.model_fields_set else later.rstrip(","),
         )
     if settings.max_whole is not None:
         logger.info(
@@ -133,7 +133,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
             " as %s judge",
             settings.max_whole,
             settings.piece,
-            later,
+            "" if block or "piece" in settings.model_fields_set else later,
             _judges(settings),
         )
     for variant in settings.variants:
