@@ -273,8 +273,8 @@ def _states(traits: Traits, kinds: set[str]) -> str | None:
         )
     if not (kinds & FULL and kinds & STATEFUL):
         return (
-            "some layers must be full attention and others keep a state, and this model has no layer"
-            f" of one of the two kinds; {_WITHOUT}"
+            "some layers must be full attention and others keep a state, and this model has no"
+            f" layer of one of the two kinds; {_WITHOUT}"
         )
     if others := kinds - FULL - STATEFUL - WITHOUT_CACHE:
         return (
