@@ -260,6 +260,19 @@ def one_is_preempted(llm):
     return {key.split("-")[0]: answer for key, answer in done.items()}
 
 
+def begin_together(scheduler):
+    """As where all prompts are computed: none starts before all were pulled, in their order."""
+    handle = scheduler._handle_blocked_waiting_request
+
+    def handling(request):
+        here = len(scheduler.finished_recving_kv_req_ids)
+        began[0] = began[0] or here == len(PROMPTS)
+        return began[0] and handle(request)
+
+    began = [False]
+    scheduler._handle_blocked_waiting_request = handling
+
+
 @first_runner
 def test_preempted_requests_and_such_as_find_no_slot_go_on(model, prefill, monkeypatch):
     """What was pulled once is not pulled again, and is packed as where nothing is pulled.
@@ -276,6 +289,7 @@ def test_preempted_requests_and_such_as_find_no_slot_go_on(model, prefill, monke
         free, answered = llm.free_blocks, llm.watch_packing(lambda done: done.todo.answered)
         for at, prompt in enumerate(PROMPTS):
             submit(llm, prefill, str(at), prompt)
+        begin_together(llm.scheduler)
         assert one_is_preempted(llm) == alone
         assert llm.free_blocks == free
         # two found no slot, and one was packed again with a part of its answer
@@ -297,6 +311,7 @@ def test_one_that_ends_while_it_is_pulled_gives_all_back(model, prefill, here, m
         # nothing is planned: all that it holds are its prompt's own blocks
         assert llm.manager.num_blocks_held(request.request_id) == -(-LENGTH // 32)
         assert not llm.manager.lookaheads
+        assert not llm.manager.planner._looking
         llm.llm.llm_engine.abort_request([request.request_id], internal=True)
         submit(llm, prefill, "next", PROMPTS[2])
         assert list(llm.drain().values()) == here[2:]

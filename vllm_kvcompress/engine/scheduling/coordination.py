@@ -49,7 +49,7 @@ class Coordination:
         self._looked_up: Request | None = None
         self._lookup = cache.get_computed_blocks
         self._slots = cache.allocate_slots
-        self._pulling = False
+        self._allocates = self._pulling = False
         self._longest_hit = coordinator.find_longest_cache_hit
         self._count = coordinator.get_num_blocks_to_allocate
         self._allocate = coordinator.allocate_new_blocks
@@ -113,7 +113,9 @@ class Coordination:
         """Blocks that all groups need, with fresh destinations if the pool has them too."""
         needed = int(self._count(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         own = new_computed_blocks[self._group]
-        needed += self._promised(request_id, num_tokens, needed, own)
+        if self._allocates:
+            # vLLM counts other prompts that are pulled or computed, too, and adds all of them up
+            needed += self._promised(request_id, num_tokens, needed, own)
         if kwargs.get("apply_admission_cap"):
             return needed
         tokens = self.manager.probes.without(request_id, num_tokens)
@@ -126,11 +128,13 @@ class Coordination:
     ) -> int:
         """Blocks that a request must leave in the pool, for look-aheads that end."""
         lookaheads = self.manager.lookaheads
-        if not lookaheads:
+        runs = self.manager.planner.request(request_id).status == RequestStatus.RUNNING
+        if not lookaheads or not (runs or needed):
+            # one that was pulled has its blocks, and takes none from anybody
             return 0
         free = int(self.manager.block_pool.get_num_free_blocks())
         promised = lookaheads.promised(free - needed, {block.block_id for block in touched})
-        if self.manager.planner.request(request_id).status == RequestStatus.RUNNING:
+        if runs:
             return promised
         own = self.manager.probes.without(request_id, tokens)
         return promised + lookaheads.withheld(request_id, own)
@@ -151,11 +155,11 @@ class Coordination:
 
     def _allocating_slots(self, *args: Any, delay_cache_blocks: bool = False, **kwargs: Any) -> Any:
         """While a prompt is pulled from another server, its blocks are not to be cached yet."""
-        self._pulling = delay_cache_blocks
+        self._allocates, self._pulling = True, delay_cache_blocks
         try:
             return self._slots(*args, delay_cache_blocks=delay_cache_blocks, **kwargs)
         finally:
-            self._pulling = False
+            self._allocates = self._pulling = False
 
     def _allocating(
         self,
@@ -169,7 +173,9 @@ class Coordination:
         new = self._allocate(request_id, num_tokens, num_tokens_main_model, *args, **kwargs)
         if self._pulling:
             # it takes part in no step: nothing is there yet that could be watched or packed
-            self.manager.admit(request_id)
+            planner = self.manager.planner
+            reason = planner.decide(planner.request(request_id))
+            self.manager.tally.admitted(reason, slotless=False)
         else:
             self.manager.plan_step(request_id, num_tokens_main_model)
         return new

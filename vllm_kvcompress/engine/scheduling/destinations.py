@@ -1,5 +1,6 @@
 """What packing a request takes of the pool, and what it changes in the scheduler."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -24,3 +25,15 @@ class Pending(NamedTuple):
     holding: Holding
     own: list[KVCacheBlock]
     """Its ordinary blocks that become destinations."""
+
+
+def unshared(
+    held: Sequence[KVCacheBlock], start: int, stop: int, count: int
+) -> list[tuple[int, KVCacheBlock]]:
+    """The last blocks of a request from `start` to `stop` that nobody else reads: `count` at most.
+
+    Args:
+        held: the request's.
+    """
+    mine = [(at, block) for at, block in enumerate(held[start:stop], start) if block.ref_cnt == 1]
+    return mine[max(len(mine) - count, 0) :]

@@ -20,8 +20,8 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import Windows
 from vllm_kvcompress.engine.messages.step import HALF, Addition, Pack, StepPlan
-from vllm_kvcompress.engine.scheduling.admission import ANSWERED
-from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending
+from vllm_kvcompress.engine.scheduling.admission import ANSWERED, FULL_POOL
+from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending, unshared
 from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
 from vllm_kvcompress.engine.scheduling.planning import Planner
@@ -122,7 +122,7 @@ class CompressedManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **kwargs,
         )
-        if self.planner.has_prefilled(request_id):
+        if self.planner.has_prefilled(request_id) or self.planner.stands(request_id):
             return needed
         if apply_admission_cap:
             # Does the prompt fit at all? In place it always does, and piecewise while it grows.
@@ -156,11 +156,6 @@ class CompressedManager(FullAttentionManager):
         too_few = max(plan.blocks - alone, 0)
         return DestinationBlocks(too_few, 0 if later else plan.blocks - too_few)
 
-    def admit(self, request_id: str) -> None:
-        """Let what is decided about a request stay from its first block on."""
-        cached = self.num_cached_block.get(request_id, 0) * self.block_size
-        self.tally.admitted(*self.planner.admit(request_id, cached))
-
     def plan_step(self, request_id: str, num_tokens: int) -> None:
         """Plan this step of a request that has blocks for `num_tokens`, in every group of layers.
 
@@ -169,11 +164,20 @@ class CompressedManager(FullAttentionManager):
         if self.planner.has_prefilled(request_id):
             self._plan_answer(request_id, num_tokens)
             return
-        self.admit(request_id)
+        cached = self.num_cached_block.get(request_id, 0) * self.block_size
+        self.tally.admitted(*self.planner.admit(request_id, cached))
         request = self.planner.request(request_id)
         tokens = min(self.probes.without(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, ends = schedule.plan(tokens), tokens >= int(request.num_tokens)
+        if plan is not None and schedule.prefill is not None:
+            settings = schedule.prefill.settings
+            if not self._reserve(
+                request_id, schedule, plan, tokens, settings, prefill=True, ends=ends
+            ):
+                # it was pulled, so nothing was counted for it
+                self.tally.skipped[FULL_POOL] += 1
+                plan = None
         if ends:
             self.planner.end_prefill(request, schedule, plan)
             if schedule.answer is not None or schedule.lookahead is not None:
@@ -182,10 +186,7 @@ class CompressedManager(FullAttentionManager):
         elif schedule.lookahead is not None and schedule.lookahead.begins(tokens):
             self._keep.append(request_id)
         self._observe.pop(request_id, None)
-        if plan is not None and schedule.prefill is not None:
-            settings = schedule.prefill.settings
-            self._reserve(request_id, schedule, plan, tokens, settings, prefill=True, ends=ends)
-        elif (watched := self.planner.watched_for(request, schedule)) is not None:
+        if plan is None and (watched := self.planner.watched_for(request, schedule)) is not None:
             self._observe[request_id] = watched
 
     def _plan_answer(self, request_id: str, tokens: int) -> None:
@@ -247,7 +248,7 @@ class CompressedManager(FullAttentionManager):
 
         A prompt takes fresh ones, if more are free than are promised to others (twice as many if it
         goes on), else its own unshared ones, the latest first. It was admitted with them counted,
-        unless its answer judges it. An answer takes its own first. What finds none waits a step.
+        unless its answer judges it or it was pulled. An answer takes its own first.
         """
         holding, last = schedule.holding, tokens // self.block_size
         packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
@@ -255,8 +256,8 @@ class CompressedManager(FullAttentionManager):
         mine: list[tuple[int, KVCacheBlock]] = []
         needed = (1 if ends or cut else 2) * missing + self.lookaheads.promised(free - missing)
         if missing and (not prefill or free < needed):
-            mine = self._unshared(request_id, holding.first_block, last, missing)
-        if (answered is not None or not prefill) and missing - len(mine) > free:
+            mine = unshared(self.req_to_blocks[request_id], holding.first_block, last, missing)
+        if missing - len(mine) > free:
             return False
         self._cacheable.setdefault(request_id, last * self.block_size)
         own = self._claim(request_id, mine)
@@ -287,14 +288,6 @@ class CompressedManager(FullAttentionManager):
     def packed_blocks(self, request_id: str) -> int:
         """Blocks that a request has packed pages in."""
         return len(self._packed.get(request_id, ()))
-
-    def _unshared(
-        self, request_id: str, start: int, stop: int, count: int
-    ) -> list[tuple[int, KVCacheBlock]]:
-        """The last blocks from `start` to `stop` that nobody else reads: at most `count`."""
-        blocks = self.req_to_blocks[request_id][start:stop]
-        mine = [(at, block) for at, block in enumerate(blocks, start) if block.ref_cnt == 1]
-        return mine[max(len(mine) - count, 0) :]
 
     def _claim(
         self, request_id: str, mine: Sequence[tuple[int, KVCacheBlock]]

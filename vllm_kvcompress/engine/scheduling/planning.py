@@ -58,6 +58,8 @@ class Planner:
         # Requests that look ahead, each with one of the workers' slots for its queries.
         self._looking: set[str] = set()
         self._ring_slots = ring_slots
+        # Requests whose prompts were pulled, until their prefill ends.
+        self.came: set[str] = set()
 
     def request(self, request_id: str) -> Request:
         """Raises SeamError where no scheduler of ours is there."""
@@ -81,10 +83,7 @@ class Planner:
             looked ahead if a slot had been free.
         """
         request = self.request(request_id)
-        final = self.admissions.of(request).final
-        reason = self.admissions.admit(request)
-        if not final and self._settings.max_whole is not None:
-            self._end_with_the_pool(request)
+        reason = self.decide(request)
         if request_id in self.schedules:
             return reason, False
         schedule, slotless = self.schedule_of(request), False
@@ -97,20 +96,32 @@ class Planner:
             self.schedules[request_id] = schedule
         return reason, slotless
 
+    def decide(self, request: Request) -> str:
+        """Let stay what is decided about a request; returns as `Admissions.admit` does."""
+        final = self.admissions.of(request).final
+        reason = self.admissions.admit(request)
+        if not final and self._settings.max_whole is not None:
+            self._end_with_the_pool(request)
+        return reason
+
     def pulled(self, request: Request) -> int:
         """A prompt's keys and values are here that another server computed.
 
         Returns:
             How many of its tokens count as computed. As behind a hit in the prefix cache, those
-            are computed here whose queries its method reads.
+            are computed here whose queries its method reads. 0 where all are: then it gives its
+            blocks back, and is computed as any other.
         """
-        computed = int(request.num_computed_tokens)
         longest = self.longest_hit(request, int(request.num_tokens) - 1)
-        tokens = min(computed, max(longest, 1))
-        schedule = self.schedules.get(request.request_id)
-        if schedule is not None and schedule.lookahead is not None:
-            schedule.lookahead = replace(schedule.lookahead, cached=tokens)
-        return tokens
+        return min(int(request.num_computed_tokens), max(longest, 0))
+
+    def stands(self, request_id: str) -> bool:
+        """Whether a prompt that was pulled waits for its first step.
+
+        It must not wait for blocks to be packed into: those who have them may wait for the same.
+        """
+        running = RequestStatus.RUNNING
+        return request_id in self.came and self.request(request_id).status != running
 
     def looked_ahead(self, request_id: str) -> None:
         """Its prompt was packed: the slot of its queries is free from the next step on."""
@@ -202,6 +213,7 @@ class Planner:
         """Note that a prefill ends in this step, and is packed by `plan`."""
         schedule.answer = self._answer(request, schedule.holding, plan)
         schedule.prefilled = True
+        self.came.discard(request.request_id)
         self.schedules[request.request_id] = schedule
 
     def _answer(
@@ -255,6 +267,7 @@ class Planner:
         """The request ended or was preempted; unknown ones may be named."""
         self.schedules.pop(request_id, None)
         self._looking.discard(request_id)
+        self.came.discard(request_id)
 
     # -- how much room requests take, and what they share -------------------------------------
 

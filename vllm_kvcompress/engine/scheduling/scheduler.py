@@ -111,7 +111,16 @@ class _Compressing:
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """A prompt was pulled: what its method reads the queries of is computed here."""
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
-        request.num_computed_tokens = self.compressed_manager.planner.pulled(request)
+        planner = self.compressed_manager.planner
+        tokens = planner.pulled(request)
+        if tokens:
+            # nothing that a server does not send holds a slot for a look-ahead
+            admitted = planner.admit(request.request_id, tokens)
+            self.compressed_manager.tally.admitted(*admitted)
+        elif request.num_computed_tokens:
+            self.kv_cache_manager.free(request)  # type: ignore[attr-defined]
+        request.num_computed_tokens = tokens
+        planner.came.add(request.request_id)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
