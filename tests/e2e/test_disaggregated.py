@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from openai import BadRequestError, OpenAI
 
 from engines import V2, engine, first_runner, prepare_model_runner, settings
 
@@ -149,21 +148,34 @@ def test_metrics_are_ours_and_the_connectors(router, decode):
     assert decode.metric("vllm:nixl_num_failed_transfers_total") == 0
 
 
+MESSAGES = [{"role": "user", "content": "Count to ten."}]
+ENDPOINTS = {
+    "chat/completions": {"messages": MESSAGES},
+    "completions": {"prompt": PROMPTS[0]},
+    "responses": {"input": "Count to ten."},
+}
+
+
 @first_runner
-def test_what_a_decode_server_cannot_do_is_a_400(prefill, decode):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_a_decode_server_cannot_do_is_a_400(endpoint, stream, prefill, decode):
     """And the prefill server is told, as of every prompt that is not pulled."""
-    client = OpenAI(base_url=f"{decode.url}/v1", api_key="none")
-    to_pull = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
-    for more, choices, message in (
-        ({"kv_transfer_params": TO_PREFILL}, 1, "send it to a prefill server"),
-        (to_pull, 2, "got n=2"),
-        ({"vllm_xargs": {"kv_lookahead": 0}}, 1, "kv_lookahead must be at least 1, got 0"),
-    ):
-        with pytest.raises(BadRequestError, match=message):
-            client.completions.create(
-                model="demo", prompt=PROMPTS[0], stream=True, n=choices, extra_body=more
-            )
-    wait_for(lambda: idle(prefill) and idle(decode))
+    pull = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
+    no_lookahead = {"vllm_xargs": {"kv_lookahead": 0}}
+    asked = {"model": "demo", "stream": stream, **ENDPOINTS[endpoint]}
+    wrong = [
+        ({"kv_transfer_params": TO_PREFILL}, "send it to a prefill server"),
+        (pull | no_lookahead, "kv_lookahead must be at least 1, got 0"),
+    ]
+    if endpoint != "responses":
+        wrong.append((pull | {"n": 2}, "got n=2"))
+    for more, message in wrong:
+        answer = httpx.post(f"{decode.url}/v1/{endpoint}", json=asked | more, timeout=300)
+        assert answer.status_code == 400, answer.text
+        assert message in answer.text
+        wait_for(lambda: idle(prefill), seconds=60)
+    wait_for(lambda: idle(decode))
 
 
 @first_runner

@@ -1,11 +1,14 @@
 """KV connectors: the one that a decode server pulls with is configured, every other is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from checkpoints import HYBRIDS, make
 from configuring import configure
 from engines import first_runner, settings
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.engine.frontend.transfers import Pulls, prompts_of
+from vllm_kvcompress.errors import ConfigError, OverrideError
 
 pytestmark = first_runner
 
@@ -99,3 +102,39 @@ def test_what_was_kept_travels_beside_a_connectors_parameters():
     assert take_kept(output) == {"method": "cake"}
     assert output.kv_transfer_params == own == {"remote_request_id": "r"}
     assert take_kept(output) is None
+
+
+def test_a_prompt_is_pulled_by_one_request(model):
+    """Seen where requests are generated, and again where they become the engine's."""
+    config, pulls = configure(model, **transfer() | own()), Pulls()
+    asked = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r"}
+    for _ in range(2):
+        pulls.check(config, {"kv_transfer_params": asked}, "one")
+    other = dict(asked)
+    with pytest.raises(OverrideError, match="another has pulled this prompt"):
+        pulls.check(config, {"kv_transfer_params": other}, "two")
+    # its refusal must not free what the first may still be reading
+    assert not other["do_remote_prefill"]
+    assert asked["do_remote_prefill"]
+    pulls.check(config, {"kv_transfer_params": asked | {"remote_request_id": "s"}}, "two")
+    pulls.check(config, {}, "three")
+    for at in range(pulls.MOST):
+        more = asked | {"remote_request_id": str(at)}
+        pulls.check(config, {"kv_transfer_params": more}, f"more {at}")
+    assert len(pulls._by_prompt) == pulls.MOST
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompts"),
+    [
+        ({"prompt": "one"}, 1),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": ["one", "two"]}, 2),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": "one", "prompt_embeds": ["a", "b"]}, 3),
+        ({"messages": [{"role": "user"}]}, 0),
+        ({"messages": [[{"role": "user"}], [{"role": "user"}]]}, 2),
+    ],
+)
+def test_prompts_of_a_request_are_counted(asked, prompts):
+    assert prompts_of(SimpleNamespace(**asked)) == prompts

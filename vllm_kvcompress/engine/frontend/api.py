@@ -7,12 +7,13 @@ where vLLM turns parameters into a request.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -37,8 +38,10 @@ from vllm_kvcompress.engine.frontend.protection import protected_spans
 from vllm_kvcompress.engine.frontend.room import check_room
 from vllm_kvcompress.engine.frontend.transfers import (
     PARAMETERS,
+    Pulls,
     check_lookahead,
     check_transfer,
+    prompts_of,
 )
 from vllm_kvcompress.engine.messages.settings import active_settings, has_settings
 from vllm_kvcompress.engine.messages.spans import attach_spans
@@ -64,10 +67,12 @@ class _Policy:
         switched_off: whether the operator gave ``--kv-compress off`` and allows nothing else. Then
             requests may ask for anything, so that no client needs a change when an operator goes
             back to that.
+        pulls: prompts that this engine's requests have pulled.
     """
 
     settings: CompressionConfig | None
     switched_off: bool
+    pulls: Pulls = field(default_factory=Pulls)
 
 
 _policies: WeakKeyDictionary[InputProcessor, _Policy] = WeakKeyDictionary()
@@ -115,10 +120,20 @@ def _policy(processor: InputProcessor) -> _Policy:
     return _policies[processor]
 
 
-def _check_whole(processor: InputProcessor, prompt: Any, params: Any) -> tuple[Spans, Roles]:
-    """Run `_checked_whole`; what was processed for a refused prompt is forgotten."""
+def _check_whole(
+    processor: InputProcessor, prompt: Any, params: Any, request_id: str
+) -> tuple[Spans, Roles]:
+    """Run `_checked_whole`, and refuse to pull what another request has.
+
+    What was processed for a refused prompt is forgotten.
+    """
     try:
-        return _checked_whole(processor, prompt, params)
+        checked = _checked_whole(processor, prompt, params)
+        policy = _policy(processor)
+        if policy.settings is not None and isinstance(params, SamplingParams):
+            with _refusing(PARAMETERS):
+                policy.pulls.check(processor.vllm_config, params.extra_args, request_id)
+        return checked
     except VLLMValidationError:
         forget(processor.renderer, prompt)
         raise
@@ -160,12 +175,13 @@ def install() -> None:
 
     @functools.wraps(process_inputs)
     def processing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request_id = kwargs["request_id"] if "request_id" in kwargs else args[0]
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         params = kwargs["params"] if "params" in kwargs else args[2]
-        spans, roles = _check_whole(self, prompt, params)
+        spans, roles = _check_whole(self, prompt, params, request_id)
         request = process_inputs(self, *args, **kwargs)
         if waits_for_rendering(prompt):
-            spans, roles = _check_whole(self, rendered(request), params)
+            spans, roles = _check_whole(self, rendered(request), params, request_id)
         if request.sampling_params is not None:
             attach_spans(request.sampling_params, spans, roles)
         return request
@@ -174,7 +190,8 @@ def install() -> None:
     def generating(self: Any, *args: Any, **kwargs: Any) -> Any:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[0]
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
-        _check_whole(self.input_processor, prompt, params)
+        request_id = kwargs["request_id"] if "request_id" in kwargs else args[2]
+        _check_whole(self.input_processor, prompt, params, request_id)
         return generate(self, *args, **kwargs)
 
     InputProcessor.process_inputs = processing
@@ -182,6 +199,8 @@ def install() -> None:
     for serving, name in HANDLERS:
         chat = serving is not OpenAIServingCompletion
         setattr(serving, name, _checking(getattr(serving, name), chat=chat))
+    batch: Any = OpenAIServingChatBatch
+    batch.create_batch_chat_completion = _checking_batch(batch.create_batch_chat_completion)
     setattr(InputProcessor, _INSTALLED, True)
 
 
@@ -249,13 +268,49 @@ def _checking(answer: Any, *, chat: bool) -> Any:
     Responses make their generator within the stream, and beam search drops the extra arguments.
     """
 
-    @functools.wraps(answer)
-    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def checked(self: Any, request: Any) -> None:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
         check(processor, request.vllm_xargs)
+        _check_pull(processor, request)
         _check_beams(processor, request, chat=chat)
         wanted.set(_words(processor, request) if chat else None)
+
+    @functools.wraps(answer)
+    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        await _or_reject(self, checked(self, request), request, *args, **kwargs)
         return await answer(self, request, *args, **kwargs)
 
     return answering
+
+
+def _checking_batch(answer: Any) -> Any:
+    """Wrap the handler of several chats at once; each of them is checked when it is generated."""
+
+    async def checked(self: Any, request: Any) -> None:
+        _check_pull(self.engine_client.input_processor, request)
+
+    @functools.wraps(answer)
+    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        await _or_reject(self, checked(self, request), request, *args, **kwargs)
+        return await answer(self, request, *args, **kwargs)
+
+    return answering
+
+
+def _check_pull(processor: InputProcessor, request: Any) -> None:
+    asked = {PARAMETERS: getattr(request, PARAMETERS, None)}
+    if _policy(processor).settings is not None:
+        with _refusing(PARAMETERS):
+            choices, prompts = getattr(request, "n", None), prompts_of(request)
+            check_transfer(processor.vllm_config, asked, choices, prompts)
+
+
+async def _or_reject(
+    serving: Any, checked: Coroutine[Any, Any, None], request: Any, raw_request: Any = None
+) -> None:
+    """Check a request; a prefill server that keeps blocks for a refused one is told by vLLM."""
+    if getattr(request, PARAMETERS, None):
+        await serving._with_kv_transfer_rejection_cleanup(checked, request, raw_request)
+    else:
+        await checked

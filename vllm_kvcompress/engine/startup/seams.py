@@ -58,13 +58,17 @@ SEAMS = (
         "wrap",
         "vLLM lets plugins check a request's extra arguments",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs(request_id, prompt, params)",
-        "vllm.v1.engine.async_llm:AsyncLLM.generate(prompt, sampling_params)",
+        "vllm.v1.engine.async_llm:AsyncLLM.generate(prompt, sampling_params, request_id)",
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses"
         "(request)",
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion"
         "(request)",
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
         "(request)",
+        "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion"
+        "(request)",
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._with_kv_transfer_rejection_cleanup"
+        "(awaitable, request, raw_request)",
     ),
     *seams(
         "frontend.chat_parts",
