@@ -179,6 +179,19 @@ def test_what_a_decode_server_cannot_do_is_a_400(endpoint, stream, prefill, deco
 
 
 @first_runner
+def test_several_prompts_cannot_pull_one(prefill, decode):
+    for path, several in (
+        ("completions", {"prompt": [PROMPTS[0], PROMPTS[1]]}),
+        ("chat/completions/batch", {"messages": [MESSAGES, MESSAGES]}),
+    ):
+        pull = {"model": "demo", "kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
+        answer = httpx.post(f"{decode.url}/v1/{path}", json=pull | several, timeout=300)
+        assert answer.status_code == 400, answer.text
+        assert "got 2 prompts" in answer.text
+        wait_for(lambda: idle(prefill), seconds=60)
+
+
+@first_runner
 def test_doctor_finds_a_decode_server_well(decode):
     line = [sys.executable, "-m", "vllm_kvcompress.cli", "doctor", "--url", decode.url]
     done = subprocess.run(
@@ -277,6 +290,8 @@ def begin_together(scheduler):
     handle = scheduler._handle_blocked_waiting_request
 
     def handling(request):
+        if request.status.name != "WAITING_FOR_REMOTE_KVS":
+            return handle(request)
         here = len(scheduler.finished_recving_kv_req_ids)
         began[0] = began[0] or here == len(PROMPTS)
         return began[0] and handle(request)
