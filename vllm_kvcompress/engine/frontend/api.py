@@ -309,8 +309,12 @@ def _check_pull(processor: InputProcessor, request: Any) -> None:
 async def _or_reject(
     serving: Any, checked: Coroutine[Any, Any, None], request: Any, raw_request: Any = None
 ) -> None:
-    """Check a request; a prefill server that keeps blocks for a refused one is told by vLLM."""
-    if getattr(request, PARAMETERS, None):
+    """Check a request; a prefill server that keeps blocks for a refused one is told by vLLM.
+
+    Not for a batch of chats, which has no id: vLLM's engine ends where it is told of none.
+    """
+    named = isinstance(getattr(request, "request_id", None), str)
+    if named and getattr(request, PARAMETERS, None):
         await serving._with_kv_transfer_rejection_cleanup(checked, request, raw_request)
     else:
         await checked
