@@ -150,6 +150,16 @@ class Engine:
                 done[request_id] = list(output.outputs[0].token_ids)
         raise AssertionError(f"requests were lost after {limit} steps: {self.scheduler.requests}")
 
+    def answers(
+        self, asked: Sequence[tuple[list[int], dict[str, Any]]], tokens: int
+    ) -> list[list[int]]:
+        """Answers to prompts, each with what it asks for, that are submitted together."""
+        for number, (prompt, extra_args) in enumerate(asked):
+            self.submit(str(number), prompt, tokens, extra_args=extra_args)
+        # vLLM adds a suffix
+        done = {key.split("-")[0]: answer for key, answer in self.drain().items()}
+        return [done[str(number)] for number in range(len(asked))]
+
     def settle(self) -> None:
         """Let what async scheduling still has in flight come back."""
         for _ in range(3):

@@ -134,4 +134,7 @@ def test_stages_share_the_layers_and_hold_one_end_each(typed, tiny, tmp_path):
 def test_stages_of_windows_are_refused_as_the_engine_refuses_them(typed, tmp_path):
     done = typed("plan", make("gpt-oss", tmp_path), "--len", 2000, "--pp", 2)
     assert done.status == 2
-    assert "pipeline stages of models with sliding windows or states are refused; set --pp 1" in done.err
+    assert (
+        "pipeline stages of models with sliding windows or states are refused; set --pp 1"
+        in done.err
+    )

@@ -373,7 +373,9 @@ def test_two_stages_on_model_runner_v2_answer_so_too(model, on_one, tmp_path):
 def test_stages_that_cannot_be(model, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"divisor of 4, got 3 with \[1, 2, 1\]"):
         configure(model, pipeline_parallel_size=3, distributed_executor_backend="mp")
-    with pytest.raises(ConfigError, match="stages of models with sliding windows or states are not tested"):
+    with pytest.raises(
+        ConfigError, match="stages of models with sliding windows or states are not tested"
+    ):
         configure(
             make("gpt-oss", tmp_path), pipeline_parallel_size=2, distributed_executor_backend="mp"
         )

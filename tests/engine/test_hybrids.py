@@ -91,7 +91,7 @@ def test_vllm_groups_the_layers_as_we_count_them(name, checkpoints_folder):
     """Blocks, their bytes, and what a request takes of the windowed groups at most."""
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
-    from vllm_kvcompress.engine.layers import windows_of
+    from vllm_kvcompress.engine.layers import other_layers_of
     from vllm_kvcompress.engine.worker.footprint import sizes_of
 
     with engine(
@@ -124,7 +124,7 @@ def test_vllm_groups_the_layers_as_we_count_them(name, checkpoints_folder):
             held = [len([b for b in each.req_to_blocks.get(r.request_id, ()) if not b.is_null])
                     for r in llm.running() for each in windows]  # fmt: skip
             most = max(most, sum(held))
-        ours = windows_of(config).blocks()
+        ours = other_layers_of(config).blocks()
         assert ours - len(windows) <= most <= ours
         spare = len(windows)  # a window's first block need not be the one that it begins in
         # in the step that packs, a window still has what its last chunk needed
@@ -186,11 +186,8 @@ FREE = settings("cake", 0.4, allow_override="off,cake,h2o")
 
 
 def answers(llm, order=1):
-    asked = [(prompt, ask) for prompt in PROMPTS for ask in ASKS][::order]
-    for i, (prompt, ask) in enumerate(asked):
-        llm.submit(str(i), prompt, NEW, extra_args=ask)
-    done = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
-    return [done[str(i)] for i in range(len(asked))][::order]
+    every = [(prompt, ask) for prompt in PROMPTS for ask in ASKS]
+    return llm.answers(every[::order], NEW)[::order]
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -20,7 +20,7 @@ from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import Ahead, ahead
 from test_prompts_in_pieces import Prompt, piecewise
-from vllm_kvcompress.engine.layers import windows_of
+from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -140,11 +140,8 @@ ASKS = [{}, {"kv_compress": "off"}, {"kv_compress": "h2o"}, {"kv_budget": 0.15}]
 
 
 def answers(llm, order=1):
-    every = [(prompt, ask) for prompt in PROMPTS for ask in ASKS][::order]
-    for i, (prompt, ask) in enumerate(every):
-        llm.submit(str(i), prompt, NEW, extra_args=ask)
-    done = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
-    return [done[str(i)] for i in range(len(every))][::order]
+    every = [(prompt, ask) for prompt in PROMPTS for ask in ASKS]
+    return llm.answers(every[::order], NEW)[::order]
 
 
 @pytest.fixture(scope="module", params=FLOAT32)
@@ -189,7 +186,7 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
     for blocks in range(least, least + plan.blocks + 2):
         options = asked(name, max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
         with engine(model, blocks=1 + blocks, additional_config=FREE, **options) as llm:
-            assert windows_of(llm.scheduler.vllm_config).blocks() == 2
+            assert other_layers_of(llm.scheduler.vllm_config).blocks() == 2
             places = llm.watch_packing(lambda finished: finished.todo.in_place)
             for _ in range(2):
                 assert llm.generate([PROMPTS[0]], NEW) == want[:1]
@@ -205,14 +202,12 @@ def test_preempted_it_goes_on_as_a_prompt_of_the_same_tokens(alone):
     blocks = -(-864 // STATEFUL[name].block) + 2
     with engine(model, additional_config=FREE, blocks=1 + blocks, **options) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
-        for i, prompt in enumerate(PROMPTS):
-            llm.submit(str(i), prompt, 200)
-        done = {key.split("-")[0]: answer for key, answer in llm.drain().items()}
+        done = llm.answers([(prompt, {}) for prompt in PROMPTS], 200)
         assert cuts
         assert llm.free_blocks == free
     with engine(model, additional_config=FREE, **asked(name)) as llm:
         for i, prompt in enumerate(PROMPTS):
-            llm.alone(prompt, 200, done[str(i)], cuts.get(str(i), []))
+            llm.alone(prompt, 200, done[i], cuts.get(str(i), []))
 
 
 @first_runner
@@ -255,7 +250,7 @@ def test_states_in_the_prefix_cache_are_those_of_whole_prompts(checkpoints_folde
     for cached in (False, True):
         options = asked(name, enable_prefix_caching=cached, max_num_batched_tokens=block)
         with engine(model, additional_config=FREE, **options) as llm:
-            assert windows_of(llm.scheduler.vllm_config).groups.states == 1 + cached
+            assert other_layers_of(llm.scheduler.vllm_config).groups.states == 1 + cached
             free, hits = llm.free_blocks, []
             for i, (prompt, ask) in enumerate(turns):
                 (output,) = llm.outputs([prompt], NEW, extra_args=ask)
@@ -292,7 +287,7 @@ def test_qwen35_gives_its_blocks_back(checkpoints_folder):
                 while llm.compressor.compressed == 2:
                     llm.step()
                 # of eight blocks the tail's and three packed ones, and a state of each group
-                states = windows_of(llm.scheduler.vllm_config).blocks()
+                states = other_layers_of(llm.scheduler.vllm_config).blocks()
                 assert free - llm.free_blocks <= 4 + states
                 llm.drain()
                 assert llm.free_blocks == free

@@ -42,7 +42,7 @@ def layers_together(config: VllmConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
+class OtherLayers:
     """What the layers that are not compressed take of one request, at most.
 
     Args:
@@ -64,9 +64,9 @@ class Windows:
         )
 
 
-def windows_of(config: VllmConfig) -> Windows:
+def other_layers_of(config: VllmConfig) -> OtherLayers:
     """Those of this model."""
-    return Windows(
+    return OtherLayers(
         groups=groups_of(config),
         longest=int(config.model_config.max_model_len),
         in_flight=int(config.max_in_flight_tokens),

@@ -7,7 +7,7 @@ where vLLM turns parameters into a request.
 """
 
 import functools
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -278,21 +278,24 @@ def _checking(answer: Any, *, chat: bool) -> Any:
 
     @functools.wraps(answer)
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        await _or_reject(self, checked(self, request), request, *args, **kwargs)
+        raw_request = args[0] if args else kwargs.get("raw_request")
+        # where it is refused, vLLM tells a prefill server that keeps blocks for it
+        await self._with_kv_transfer_rejection_cleanup(checked(self, request), request, raw_request)
         return await answer(self, request, *args, **kwargs)
 
     return answering
 
 
 def _checking_batch(answer: Any) -> Any:
-    """Wrap the handler of several chats at once; each of them is checked when it is generated."""
+    """Wrap the handler of several chats at once; each of them is checked when it is generated.
 
-    async def checked(self: Any, request: Any) -> None:
-        _check_pull(self.engine_client.input_processor, request)
+    No prefill server is told of one that is refused: a batch has no id to tell it by, and vLLM's
+    engine ends where it is told of none.
+    """
 
     @functools.wraps(answer)
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        await _or_reject(self, checked(self, request), request, *args, **kwargs)
+        _check_pull(self.engine_client.input_processor, request)
         return await answer(self, request, *args, **kwargs)
 
     return answering
@@ -304,17 +307,3 @@ def _check_pull(processor: InputProcessor, request: Any) -> None:
         with _refusing(PARAMETERS):
             choices, prompts = getattr(request, "n", None), prompts_of(request)
             check_transfer(processor.vllm_config, asked, choices, prompts)
-
-
-async def _or_reject(
-    serving: Any, checked: Coroutine[Any, Any, None], request: Any, raw_request: Any = None
-) -> None:
-    """Check a request; a prefill server that keeps blocks for a refused one is told by vLLM.
-
-    Not for a batch of chats, which has no id: vLLM's engine ends where it is told of none.
-    """
-    named = isinstance(getattr(request, "request_id", None), str)
-    if named and getattr(request, PARAMETERS, None):
-        await serving._with_kv_transfer_rejection_cleanup(checked, request, raw_request)
-    else:
-        await checked

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
-from vllm_kvcompress.engine.layers import layers_together, windows_of
+from vllm_kvcompress.engine.layers import layers_together, other_layers_of
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -47,7 +47,7 @@ def check_room(
     if parallel.local_engines_only:
         engines = parallel.data_parallel_size_local
     # a null block in each engine's pool is nobody's
-    blocks = total // max(engines, 1) - 1 - windows_of(config).blocks()
+    blocks = total // max(engines, 1) - 1 - other_layers_of(config).blocks()
     own = settings_for(in_whole_blocks(settings, int(size)), extra_args)
     layers = layers_together(config)
     pieces = None if own is None else pieces_of(own, layers, size, tokens, spans)

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from vllm_kvcompress.engine.layers import Windows
+from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.messages.spans import spans_of
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
@@ -82,7 +82,7 @@ class Admissions:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pool: vLLM's blocks; block 0 is the null block.
-        windows: what layers with a sliding window take of a request; None where there are none.
+        others: what layers that are not compressed take of a request; None where there are none.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Admissions:
         num_layers: int,
         block_size: int,
         pool: BlockPool,
-        windows: Windows | None = None,
+        others: OtherLayers | None = None,
     ) -> None:
-        self._windows = windows
+        self._others = others
         self._engine = settings if settings.active else None
         self._num_layers = num_layers
         self._block_size = block_size
@@ -130,11 +130,11 @@ class Admissions:
     @property
     def room(self) -> int:
         """Blocks that the compressed layers of one request can have."""
-        return self.pool_blocks - (self._windows.blocks() if self._windows else 0)
+        return self.pool_blocks - (self._others.blocks() if self._others else 0)
 
     def other_blocks(self, tokens: int) -> int:
         """Blocks of a request of so many tokens for layers that are not compressed."""
-        return 0 if self._windows is None else self._windows.blocks(tokens)
+        return 0 if self._others is None else self._others.blocks(tokens)
 
     def plan(self, settings: CompressionConfig, tokens: int, spans: Spans = ()) -> PagePlan | None:
         """How much of a prefill of `tokens` is kept; None when that is everything."""

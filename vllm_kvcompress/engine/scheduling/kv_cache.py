@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
-from vllm_kvcompress.engine.layers import Windows
+from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.messages.step import HALF, Addition, Pack, StepPlan
 from vllm_kvcompress.engine.scheduling.admission import ANSWERED, FULL_POOL
 from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending, unshared
@@ -53,7 +53,7 @@ class CompressedManager(FullAttentionManager):
         self._requests: Mapping[str, Request] | None = None
         self._num_layers = kv_cache_spec.num_compressed_layers
         self._ring_slots = kv_cache_spec.ring_slots
-        self._windows: Windows | None = None
+        self._others: OtherLayers | None = None
         self.replace_settings(kv_cache_spec.settings)
         self.tally, self.fence = Tally(), Fence(self.block_pool)
         # The destination blocks of each packed request.
@@ -77,19 +77,19 @@ class CompressedManager(FullAttentionManager):
         self.lookaheads = LookAheads(self, settings.lookahead_yields)
         self.planner = Planner(
             *(settings, self._num_layers, self.block_size, self.block_pool),
-            windows=self._windows,
+            others=self._others,
             requests=self._requests,
             ring_slots=self._ring_slots,
         )
 
-    def connect(self, requests: Mapping[str, Request], windows: Windows | None) -> None:
+    def connect(self, requests: Mapping[str, Request], others: OtherLayers | None) -> None:
         """Let the manager look up the requests whose blocks it allocates.
 
         Args:
             requests: the scheduler's.
-            windows: blocks of the pool that layers with a sliding window take; None without them.
+            others: blocks of the pool that layers which are not compressed take; None without any.
         """
-        self._requests, self._windows = requests, windows
+        self._requests, self._others = requests, others
         self.replace_settings(self.settings)
 
     @property
@@ -122,7 +122,7 @@ class CompressedManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **kwargs,
         )
-        if self.planner.has_prefilled(request_id) or self.planner.stands(request_id):
+        if self.planner.has_prefilled(request_id) or self.planner.waits_pulled(request_id):
             return needed
         if apply_admission_cap:
             # Does the prompt fit at all? In place it always does, and piecewise while it grows.

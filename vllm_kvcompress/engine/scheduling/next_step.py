@@ -140,5 +140,5 @@ class NextStep:
         if not isinstance(schedule.prefill, EveryPiece):
             # blocks of others that it would share
             most -= self._coordination.shared_hit(request)
-        windows = planner.admissions.other_blocks(int(request.num_tokens))
-        return max(most, 1) + windows + int(cache.watermark_blocks)
+        others = planner.admissions.other_blocks(int(request.num_tokens))
+        return max(most, 1) + others + int(cache.watermark_blocks)

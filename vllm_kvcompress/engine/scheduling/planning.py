@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvcompress.engine.layers import Windows
+from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import SeamError
 from vllm_kvcompress.methods.base import Reads
@@ -33,7 +33,7 @@ class Planner:
         num_layers: layers that share the page pool, L.
         block_size: tokens in a block.
         pool: vLLM's blocks, for admissions that ask how many are in use.
-        windows: what layers with a sliding window take of a request; None where there are none.
+        others: what layers that are not compressed take of a request; None where there are none.
         requests: the scheduler's; None where no scheduler of ours is there.
         ring_slots: requests whose last queries the workers keep at once.
     """
@@ -44,11 +44,11 @@ class Planner:
         num_layers: int,
         block_size: int,
         pool: BlockPool,
-        windows: Windows | None = None,
+        others: OtherLayers | None = None,
         requests: Mapping[str, Request] | None = None,
         ring_slots: int = 0,
     ) -> None:
-        self.admissions = Admissions(settings, num_layers, block_size, pool, windows)
+        self.admissions = Admissions(settings, num_layers, block_size, pool, others)
         self._settings = settings
         self._num_layers, self._block_size = num_layers, block_size
         self._requests = requests
@@ -59,7 +59,7 @@ class Planner:
         self._looking: set[str] = set()
         self._ring_slots = ring_slots
         # Requests whose prompts were pulled, until their prefill ends.
-        self.came: set[str] = set()
+        self._pulled: set[str] = set()
 
     def request(self, request_id: str) -> Request:
         """Raises SeamError where no scheduler of ours is there."""
@@ -113,15 +113,18 @@ class Planner:
             blocks back, and is computed as any other.
         """
         longest = self.longest_hit(request, int(request.num_tokens) - 1)
-        return min(int(request.num_computed_tokens), max(longest, 0))
+        tokens = min(int(request.num_computed_tokens), max(longest, 0))
+        if tokens:
+            self._pulled.add(request.request_id)
+        return tokens
 
-    def stands(self, request_id: str) -> bool:
+    def waits_pulled(self, request_id: str) -> bool:
         """Whether a prompt that was pulled waits for its first step.
 
         It must not wait for blocks to be packed into: those who have them may wait for the same.
         """
         running = RequestStatus.RUNNING
-        return request_id in self.came and self.request(request_id).status != running
+        return request_id in self._pulled and self.request(request_id).status != running
 
     def looked_ahead(self, request_id: str) -> None:
         """Its prompt was packed: the slot of its queries is free from the next step on."""
@@ -213,7 +216,7 @@ class Planner:
         """Note that a prefill ends in this step, and is packed by `plan`."""
         schedule.answer = self._answer(request, schedule.holding, plan)
         schedule.prefilled = True
-        self.came.discard(request.request_id)
+        self._pulled.discard(request.request_id)
         self.schedules[request.request_id] = schedule
 
     def _answer(
@@ -267,7 +270,7 @@ class Planner:
         """The request ended or was preempted; unknown ones may be named."""
         self.schedules.pop(request_id, None)
         self._looking.discard(request_id)
-        self.came.discard(request_id)
+        self._pulled.discard(request_id)
 
     # -- how much room requests take, and what they share -------------------------------------
 

@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_kvcompress.engine.layers import windows_of
+from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
@@ -40,9 +40,9 @@ class _Compressing:
         super().__init__(*args, **kwargs)
         self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
         self.compressed_manager = self.coordination.manager
-        windows = windows_of(self.vllm_config)  # type: ignore[attr-defined]
+        others = other_layers_of(self.vllm_config)  # type: ignore[attr-defined]
         self.compressed_manager.fence = Fence(self.compressed_manager.block_pool, self)
-        self.compressed_manager.connect(self.requests, windows)  # type: ignore[attr-defined]
+        self.compressed_manager.connect(self.requests, others)  # type: ignore[attr-defined]
         self.next_step = NextStep(self, self.coordination)
         self.usage_notes = UsageNotes()
         # Steps whose outputs have not come back yet, in their order, each with its plan.
@@ -120,7 +120,6 @@ class _Compressing:
         elif request.num_computed_tokens:
             self.kv_cache_manager.free(request)  # type: ignore[attr-defined]
         request.num_computed_tokens = tokens
-        planner.came.add(request.request_id)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

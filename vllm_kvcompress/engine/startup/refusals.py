@@ -122,7 +122,7 @@ def _model(config: VllmConfig) -> str | None:
     return unsupported(model_traits(config))
 
 
-def _windows(config: VllmConfig) -> str | None:
+def _one_group(config: VllmConfig) -> str | None:
     if groups_of(config).others and config.scheduler_config.disable_hybrid_kv_cache_manager:
         return (
             "layers with a sliding window or a state must have blocks of their own; remove"
@@ -360,7 +360,7 @@ REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _backend,
     _causal,
     _model,
-    _windows,
+    _one_group,
     _context_parallel,
     _pipeline_parallel,
     _executor,
