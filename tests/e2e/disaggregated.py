@@ -1,7 +1,9 @@
 """Prefill and decode on two servers: how they start, and who is between them and a client.
 
-What is between them is NIXL over TCP. It has a thread that spins on a core, idle or not. An engine
-that pulls asks NIXL in every step while it waits, and does without: only a prefill server has it.
+What is between them is NIXL over TCP. It has a thread that spins on a core, idle or not, and keeps
+the engine's other threads waiting where cores are few: a handshake then may take longer than the
+five seconds that vLLM waits for it. An engine that pulls asks NIXL in every step while it waits,
+and does without that thread. A prefill server needs it, and here it pauses between two looks.
 """
 
 import json
@@ -40,6 +42,8 @@ def nixl():
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "PYTHONHASHSEED": "0",
+        # how soon it is noticed that a server is gone which has not said so
+        "UCX_KEEPALIVE_INTERVAL": "1s",
     }
 
 
@@ -50,11 +54,19 @@ POLLING = (
     ".partial(module.nixl_agent_config, enable_prog_thread=False)"
 )
 
+# the thread of agents that are made with this module pauses a millisecond between two looks
+CONFIG = "module.nixlBind.nixlAgentConfig"
+PAUSING = (
+    f"module.nixlBind.nixlAgentConfig = type('Pausing', ({CONFIG},), dict(pthrDelay=property("
+    f"None, lambda config, _, delay={CONFIG}.pthrDelay: delay.__set__(config, 1000))))"
+)
+
 
 def one_of_two(model, folder, role, *flags, **more):
     """A server that is one of the two."""
     own = ["--kv-transfer-config", json.dumps(transfer(role, **more))]
-    site = broken(WORKER, POLLING) if role == "kv_consumer" else ""
+    pulls = role == "kv_consumer"
+    site = broken(WORKER, POLLING) if pulls else broken("nixl_cu12._api", PAUSING)
     return serve_forking(model, [*FLAGS, *flags, *own], folder, site, **nixl())
 
 
