@@ -52,6 +52,7 @@ LONGEST = (
     *("e2e/test_tensor_parallel", "e2e/test_pipeline_parallel", "deploy/test_image"),
     *("engine/test_soak", "engine/test_hybrids", "e2e/test_server", "e2e/test_faults"),
     *("e2e/test_disaggregated", "e2e/test_overrides", "engine/test_quantised"),
+    "e2e/test_pulling_engines",
     *("e2e/test_data_parallel", "cli/test_doctor"),
     *("deploy/test_prometheus", "e2e/test_serve_methods"),
     *("benchmarks/test_gpu_run", "kernels/test_report"),

@@ -6,6 +6,7 @@ five seconds that vLLM waits for it. An engine that pulls asks NIXL in every ste
 and does without that thread. A prefill server needs it, and here it pauses between two looks.
 """
 
+import importlib
 import json
 import threading
 from contextlib import contextmanager
@@ -14,9 +15,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from broken_sites import broken
+from checkpoints import tokens
+from engines import V2, engine, settings
 from forks import serve_forking
 from vllm_kvcompress.serving.process import free_port
 
+M, LENGTH, ANSWER = 8, 417, 40
+SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
+DECODE = [
+    *("--kv-compress", "cake-chunk", "--kv-budget", "0.3", "--kv-lookahead", str(M)),
+    *("--kv-min-prompt", "128", "--kv-allow-override", "off,cake-chunk,snapkv", "--kv-usage"),
+]
+PROMPTS = [
+    tokens(LENGTH, seed=1),
+    tokens(LENGTH, seed=1)[:200] + tokens(300, seed=2),  # begins as the first
+    tokens(384, seed=3),  # whole blocks
+]
+if V2:  # in Triton's interpreter
+    ANSWER, PROMPTS = 16, PROMPTS[:1]
 FLAGS = [
     *("--block-size", "32", "--enforce-eager", "--max-model-len", "1024", "--dtype", "float32"),
     *("--served-model-name", "demo", "--num-gpu-blocks-override", "129"),
@@ -104,3 +120,45 @@ def proxy(prefill, decode):
         finally:
             listening.shutdown()
             thread.join()
+
+
+def body(prompt, **more):
+    common = {"model": "demo", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+    return common | {"ignore_eos": True, "return_token_ids": True} | more
+
+
+def complete(url, prompt, **more):
+    return httpx.post(f"{url}/v1/completions", json=body(prompt, **more), timeout=300)
+
+
+def ids(answer):
+    answer.raise_for_status()
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def computed_here(model):
+    """What an engine answers that compresses as the decode server, and computes the prompts."""
+    with engine(model, max_model_len=1024) as llm:
+        whole = llm.generate(PROMPTS, ANSWER)
+    with engine(model, max_model_len=1024, additional_config=SETTINGS) as llm:
+        packed = llm.generate(PROMPTS, ANSWER)
+        assert llm.compressor.compressed == len(PROMPTS)
+    assert whole != packed
+    assert [each[: M + 1] for each in whole] == [each[: M + 1] for each in packed]
+    return packed
+
+
+def pulling(model, monkeypatch, *, policy="fail", own=SETTINGS, **options):
+    for name, value in nixl().items():
+        monkeypatch.setenv(name, value)
+    worker = importlib.import_module(WORKER)
+    monkeypatch.setattr(worker, "nixl_agent_config", worker.nixl_agent_config)
+    exec(POLLING, {"module": worker})
+    config = transfer("kv_consumer", kv_load_failure_policy=policy)
+    usual = {"max_model_len": 1024, "max_num_seqs": 4}
+    return engine(model, additional_config=own, kv_transfer_config=config, **usual | options)
+
+
+def submit(llm, prefill, name, prompt, answer=ANSWER):
+    params = prefilled(prefill, body(prompt))
+    llm.submit(name, prompt, answer, extra_args={"kv_transfer_params": params})

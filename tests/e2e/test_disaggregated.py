@@ -1,4 +1,4 @@
-"""Prompts that one server computes and another compresses: two servers, and engines that pull.
+"""Prompts that one server computes and another compresses: two servers, and a router.
 
 The strong check is the one without a connector: an engine with the same settings that computes the
 prompts itself packs them at the same step, and gives the same answers.
@@ -6,61 +6,46 @@ prompts itself packs them at the same step, and gives the same answers.
 
 import concurrent.futures
 import contextlib
-import importlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from engines import V2, engine, first_runner, prepare_model_runner, settings
+from engines import first_runner, prepare_model_runner
 
 prepare_model_runner()  # what follows loads Triton
 
-import again
 from checkpoints import talking, tokens
 from disaggregated import (
-    POLLING,
+    ANSWER,
+    DECODE,
+    LENGTH,
+    PROMPTS,
     TO_PREFILL,
-    WORKER,
-    nixl,
+    M,
+    body,
+    complete,
+    computed_here,
+    ids,
     one_of_two,
     prefilled,
     proxy,
-    transfer,
+    pulling,
+    submit,
 )
 from idling import idle, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-M, LENGTH, ANSWER = 8, 417, 40
-SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
-DECODE = [
-    *("--kv-compress", "cake-chunk", "--kv-budget", "0.3", "--kv-lookahead", str(M)),
-    *("--kv-min-prompt", "128", "--kv-allow-override", "off,cake-chunk,snapkv", "--kv-usage"),
-]
-PROMPTS = [
-    tokens(LENGTH, seed=1),
-    tokens(LENGTH, seed=1)[:200] + tokens(300, seed=2),  # begins as the first
-    tokens(384, seed=3),  # whole blocks
-]
-if V2:  # in Triton's interpreter
-    ANSWER, PROMPTS = 16, PROMPTS[:1]
-# where the process of another test has started it
-URL = "DISAGGREGATED_PREFILL_URL"
-MODEL = "DISAGGREGATED_MODEL"
+pytestmark = [pytest.mark.engine, pytest.mark.slow, first_runner]
 
 
 @pytest.fixture(scope="module")
 def model(demo_model, tmp_path_factory):
-    known = os.environ.get(MODEL)
-    return known or talking(tmp_path_factory.mktemp("model"), demo_model)
+    return talking(tmp_path_factory.mktemp("model"), demo_model)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +60,8 @@ def servers(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prefill(request):
-    if URL in os.environ:
-        return SimpleNamespace(url=os.environ[URL])
-    return request.getfixturevalue("servers")[0]
+def prefill(servers):
+    return servers[0]
 
 
 @pytest.fixture(scope="module")
@@ -88,29 +71,7 @@ def decode(servers):
 
 @pytest.fixture(scope="module")
 def here(model):
-    """Engines that compute the prompts themselves: their answers without and with compression."""
-    with engine(model, max_model_len=1024) as llm:
-        whole = llm.generate(PROMPTS, ANSWER)
-    with engine(model, max_model_len=1024, additional_config=SETTINGS) as llm:
-        packed = llm.generate(PROMPTS, ANSWER)
-        assert llm.compressor.compressed == len(PROMPTS)
-    assert whole != packed
-    assert [each[: M + 1] for each in whole] == [each[: M + 1] for each in packed]
-    return packed
-
-
-def body(prompt, **more):
-    common = {"model": "demo", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
-    return common | {"ignore_eos": True, "return_token_ids": True} | more
-
-
-def complete(url, prompt, **more):
-    return httpx.post(f"{url}/v1/completions", json=body(prompt, **more), timeout=300)
-
-
-def ids(answer):
-    answer.raise_for_status()
-    return answer.json()["choices"][0]["token_ids"]
+    return computed_here(model)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +80,6 @@ def router(prefill, decode):
         yield url
 
 
-@first_runner
 def test_answers_are_those_of_one_compressed_server(router, decode, here):
     """All at once, and one after the other: then two find a part of their prompt in the cache."""
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -140,12 +100,22 @@ def test_answers_are_those_of_one_compressed_server(router, decode, here):
     assert decode.metric("vllm:external_prefix_cache_hits_total") > pulled
 
 
-@first_runner
 def test_metrics_are_ours_and_the_connectors(router, decode):
-    assert decode.metric("vllm:kv_compress_requests_total") >= 6
-    assert decode.metric("vllm:kv_compress_freed_blocks_total") > 6 * 7
-    assert decode.metric("vllm:nixl_bytes_transferred_count") >= 6
-    assert decode.metric("vllm:nixl_num_failed_transfers_total") == 0
+    names = ("requests_total", "freed_blocks_total", "packed_blocks_total")
+    ours = [f"vllm:kv_compress_{name}" for name in names]
+    theirs = ["vllm:nixl_bytes_transferred_count", "vllm:nixl_num_failed_transfers_total"]
+
+    def now():
+        return [decode.metric(name) for name in ours + theirs]
+
+    before = now()
+    ids(complete(router, tokens(LENGTH, seed=6)))
+    requests, freed, packed, pulls, failed = (
+        after - old for after, old in zip(now(), before, strict=True)
+    )
+    assert (requests, pulls, failed) == (1, 1, 0)
+    # its full blocks, and a budget's worth of pages in their place
+    assert (freed, packed) == (13, 4)
 
 
 MESSAGES = [{"role": "user", "content": "Count to ten."}]
@@ -156,7 +126,6 @@ ENDPOINTS = {
 }
 
 
-@first_runner
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_what_a_decode_server_cannot_do_is_a_400(endpoint, stream, prefill, decode):
@@ -195,23 +164,28 @@ def gives_back(prefill, decode):
     wait_for(told, seconds=15)
 
 
-@first_runner
+def refuses_two(decode, prefill, path, several):
+    pull = {"model": "demo", "kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
+    answer = httpx.post(f"{decode.url}/v1/{path}", json=pull | several, timeout=300)
+    assert answer.status_code == 400, answer.text
+    assert "got 2 prompts" in answer.text
+
+
 def test_several_prompts_cannot_pull_one(prefill, decode):
-    """Of a batch of chats, which has no id, no prefill server is told; and the engine lives."""
-    for path, several in (
-        ("completions", {"prompt": [PROMPTS[0], PROMPTS[1]]}),
-        ("chat/completions/batch", {"messages": [MESSAGES, MESSAGES]}),
-    ):
-        pull = {"model": "demo", "kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
-        answer = httpx.post(f"{decode.url}/v1/{path}", json=pull | several, timeout=300)
-        assert answer.status_code == 400, answer.text
-        assert "got 2 prompts" in answer.text
-        if path == "completions":
-            gives_back(prefill, decode)
-    assert complete(decode.url, PROMPTS[2][:32]).status_code == 200
+    refuses_two(decode, prefill, "completions", {"prompt": PROMPTS[:2]})
+    gives_back(prefill, decode)
 
 
-@first_runner
+def test_a_prompt_is_pulled_once(prefill, decode, here):
+    """Its blocks may be another prompt's by the time that somebody asks again."""
+    pull = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[2]))}
+    assert ids(complete(decode.url, PROMPTS[2], **pull)) == here[2]
+    again = complete(decode.url, PROMPTS[2], **pull)
+    assert again.status_code == 400, again.text
+    assert "another has pulled this prompt" in again.text
+    gives_back(prefill, decode)
+
+
 def test_doctor_finds_a_decode_server_well(decode):
     line = [sys.executable, "-m", "vllm_kvcompress.cli", "doctor", "--url", decode.url]
     done = subprocess.run(
@@ -220,21 +194,26 @@ def test_doctor_finds_a_decode_server_well(decode):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def hang_up(url, sent):
-    """Ask, and go at once."""
+@contextlib.contextmanager
+def hanging(url, sent):
+    """Ask, and go without an answer."""
     asked, text = httpx.URL(url), json.dumps(sent).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {asked.host}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
     with socket.create_connection((asked.host, asked.port)) as connection:
         connection.sendall(head.encode() + text)
+        yield
 
 
-@first_runner
+def hang_up(url, sent):
+    with hanging(url, sent):
+        pass
+
+
 def test_clients_hang_up(prefill, decode, router, here):
-    """While their prompt is computed, while it is pulled, and while it is answered."""
+    """While their prompt is computed, and while it is answered."""
     long = tokens(1000, seed=9)
     hang_up(prefill.url, body(long, max_tokens=1, kv_transfer_params=TO_PREFILL))
-    hang_up(decode.url, body(long, kv_transfer_params=prefilled(prefill, body(long))))
     more = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[0])), "stream": True}
     sent = body(PROMPTS[0], **more) | {"max_tokens": 500}
     with httpx.stream("POST", f"{decode.url}/v1/completions", json=sent, timeout=300) as answer:
@@ -245,151 +224,35 @@ def test_clients_hang_up(prefill, decode, router, here):
     assert ids(complete(router, PROMPTS[2])) == here[2]
 
 
-# -- engines in this process -----------------------------------------------------------------------
+def test_a_client_hangs_up_while_its_prompt_is_pulled(prefill, decode, here):
+    """The prefill server stands still meanwhile, so that the pull has begun and is not over."""
+    prompt = tokens(1000, seed=10)
+    pull = {"kv_transfer_params": prefilled(prefill, body(prompt))}
+    pulled = decode.metric("vllm:nixl_bytes_transferred_count")
+    os.killpg(prefill.process.pid, signal.SIGSTOP)
+    try:
+        with hanging(decode.url, body(prompt, **pull)):
+            wait_for(lambda: decode.metric("vllm:num_requests_waiting") == 1, seconds=30)
+            wait_for(lambda: decode.metric("vllm:kv_cache_usage_perc") > 0, seconds=30)
+        wait_for(lambda: decode.metric("vllm:num_requests_waiting") == 0, seconds=30)
+        # its blocks are still written to, and nobody else's
+        assert decode.metric("vllm:kv_cache_usage_perc") > 0
+        assert ids(complete(decode.url, PROMPTS[2])) == here[2]
+        assert decode.metric("vllm:kv_cache_usage_perc") > 0
+    finally:
+        os.killpg(prefill.process.pid, signal.SIGCONT)
+    wait_for(lambda: idle(decode), seconds=30)
+    assert decode.metric("vllm:nixl_bytes_transferred_count") == pulled + 1
+    gives_back(prefill, decode)
 
 
-def pulling(model, monkeypatch, *, policy="fail", own=SETTINGS, **options):
-    for name, value in nixl().items():
-        monkeypatch.setenv(name, value)
-    worker = importlib.import_module(WORKER)
-    monkeypatch.setattr(worker, "nixl_agent_config", worker.nixl_agent_config)
-    exec(POLLING, {"module": worker})
-    config = transfer("kv_consumer", kv_load_failure_policy=policy)
-    usual = {"max_model_len": 1024, "max_num_seqs": 4}
-    return engine(model, additional_config=own, kv_transfer_config=config, **usual | options)
+def test_a_batch_of_chats_that_is_refused_leaves_its_engine_alive(prefill, decode):
+    """It has no id by which the prefill server could be told, which waits until its lease ends."""
+    chats = {"messages": [MESSAGES, MESSAGES]}
+    refuses_two(decode, prefill, "chat/completions/batch", chats)
+    assert complete(decode.url, PROMPTS[2][:32]).status_code == 200
 
 
-def submit(llm, prefill, name, prompt, answer=ANSWER):
-    params = prefilled(prefill, body(prompt))
-    llm.submit(name, prompt, answer, extra_args={"kv_transfer_params": params})
-
-
-@pytest.mark.parametrize("caching", [True] if V2 else [True, False])
-def test_it_is_packed_at_the_same_step_by_the_same_queries(
-    caching, model, prefill, here, monkeypatch
-):
-    with pulling(model, monkeypatch, enable_prefix_caching=caching) as llm:
-        free, computed = llm.free_blocks, []
-        packed = llm.watch_packing(lambda done: (done.todo.tokens, done.todo.plan.window))
-        execute = llm.worker.execute_model
-
-        def executing(output):
-            computed.append(dict(output.num_scheduled_tokens))
-            assert output.kvcompress is None or output.num_scheduled_tokens
-            return execute(output)
-
-        llm.worker.execute_model = executing
-        submit(llm, prefill, "r", PROMPTS[0])
-        assert list(llm.drain().values()) == here[:1]
-        assert llm.free_blocks == free
-    # the prompt's last 16 judge it too, so they are computed, and no other token of it
-    steps = [count for step in computed for count in step.values()]
-    assert steps[0] == 16
-    assert sum(steps) == 16 + ANSWER - 1
-    assert packed == [(LENGTH + M, M + 16)]
-
-
-def one_is_preempted(llm):
-    """Answers by request, of which the first was preempted once its prompt was packed."""
-    done, preempted = {}, False
-    while llm.llm.llm_engine.has_unfinished_requests():
-        done |= {key: list(each.outputs[0].token_ids) for key, each in llm.step().items()}
-        for request in llm.running():
-            first = request.request_id.startswith("0")
-            if first and request.num_output_tokens == M + 4 and not preempted:
-                # as vLLM does where the pool is short
-                preempted = True
-                llm.scheduler.running.remove(request)
-                llm.scheduler._preempt_request(request, 0.0)
-    assert preempted
-    return {key.split("-")[0]: answer for key, answer in done.items()}
-
-
-def begin_together(scheduler):
-    """As where all prompts are computed: none starts before all were pulled, in their order."""
-    handle = scheduler._handle_blocked_waiting_request
-
-    def handling(request):
-        if request.status.name != "WAITING_FOR_REMOTE_KVS":
-            return handle(request)
-        here = len(scheduler.finished_recving_kv_req_ids)
-        began[0] = began[0] or here == len(PROMPTS)
-        return began[0] and handle(request)
-
-    began = [False]
-    scheduler._handle_blocked_waiting_request = handling
-
-
-@first_runner
-def test_preempted_requests_and_such_as_find_no_slot_go_on(model, prefill, monkeypatch):
-    """What was pulled once is not pulled again, and is packed as where nothing is pulled.
-
-    With one slot for a look-ahead, the others are packed as they come, by their last queries.
-    """
-    own = settings("cake-chunk", 0.3, lookahead=M, lookahead_slots=1)
-    options = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 2048}
-    with engine(model, additional_config=own, **options) as llm:
-        for at, prompt in enumerate(PROMPTS):
-            llm.submit(str(at), prompt, ANSWER)
-        alone = one_is_preempted(llm)
-    with pulling(model, monkeypatch, own=own, **options) as llm:
-        free, answered = llm.free_blocks, llm.watch_packing(lambda done: done.todo.answered)
-        for at, prompt in enumerate(PROMPTS):
-            submit(llm, prefill, str(at), prompt)
-        begin_together(llm.scheduler)
-        assert one_is_preempted(llm) == alone
-        assert llm.free_blocks == free
-        # two found no slot, and one was packed again with a part of its answer
-        assert sorted(answered, key=str) == [M, None, None, None]
-        assert not llm.manager.planner._looking
-
-
-@first_runner
-def test_one_that_ends_while_it_is_pulled_gives_all_back(model, prefill, here, monkeypatch):
-    from vllm.v1.request import RequestStatus
-
-    with pulling(model, monkeypatch) as llm:
-        free = llm.free_blocks
-        submit(llm, prefill, "gone", PROMPTS[0])
-        llm.step()
-        (request,) = llm.scheduler.requests.values()
-        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        assert llm.free_blocks < free
-        # nothing is planned: all that it holds are its prompt's own blocks
-        assert llm.manager.num_blocks_held(request.request_id) == -(-LENGTH // 32)
-        assert not llm.manager.lookaheads
-        assert not llm.manager.planner._looking
-        llm.llm.llm_engine.abort_request([request.request_id], internal=True)
-        submit(llm, prefill, "next", PROMPTS[2])
-        assert list(llm.drain().values()) == here[2:]
-        wait_for(lambda: (llm.settle(), llm.free_blocks == free)[1], seconds=60)
-        assert not llm.manager.planner.schedules
-        assert not llm.manager.planner._looking
-
-
-@first_runner
-def test_answers_may_be_bounded(model, prefill, monkeypatch):
-    own = settings("cake", 0.3, lookahead=M, decode_budget=96, decode_interval=32)
-    with engine(model, max_model_len=1024, additional_config=own) as llm:
-        alone = llm.generate(PROMPTS[:1], 120)
-    with pulling(model, monkeypatch, own=own) as llm:
-        again_packed = llm.watch_repacking()
-        submit(llm, prefill, "r", PROMPTS[0], 120)
-        assert list(llm.drain().values()) == alone
-        assert again_packed
-
-
-@first_runner
-def test_on_model_runner_v2(model, prefill, tmp_path):
-    """CUDA runs it: the engines of this file on it, against the same prefill server."""
-    file = str(Path(__file__).relative_to(again.ROOT))
-    known = {"VLLM_USE_V2_MODEL_RUNNER": "1", URL: prefill.url, MODEL: model}
-    done = again.run([file], known, tmp_path)
-    assert done.ok, done.said
-    assert done.passed[file] == 1
-
-
-@first_runner
 def test_a_prefill_server_is_killed(prefill, decode, router, model, here, monkeypatch):
     """What was to be pulled from it fails, or is computed here; all else is served."""
     asked = [body(prompt) for prompt in PROMPTS]

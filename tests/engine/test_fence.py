@@ -108,3 +108,56 @@ def test_without_a_connector_nothing_waits(model):
         assert not llm.manager.fence.holds
         llm.generate([tokens(LENGTH, seed=4)], 20)
         assert not llm.scheduler.deferred_frees
+
+
+@pytest.mark.parametrize("leaves", ["preempted", "aborted"])
+@pytest.mark.parametrize("answered", [M - 2, M + 2, M + 12])
+def test_who_leaves_while_a_step_is_under_way_keeps_its_blocks_until_it_is_over(
+    leaves, answered, model, keep_async_scheduling
+):
+    """Before its prompt is packed, in the step that does so or the next, and long after."""
+    prompts = [tokens(LENGTH, seed=1), tokens(300, seed=3)]
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "async_scheduling": True}
+    with engine(model, additional_config=config(), **options) as llm:
+        want = [llm.generate([prompt], 40)[0] for prompt in prompts]
+        fence(llm)
+        free, cuts = llm.free_blocks, llm.watch_preemptions()
+        for at, prompt in enumerate(prompts):
+            llm.submit(str(at), prompt, 40)
+        done, left = {}, False
+        while llm.llm.llm_engine.has_unfinished_requests():
+            done |= {key: list(each.outputs[0].token_ids) for key, each in llm.step().items()}
+            request = next((each for each in llm.running() if each.request_id[0] == "0"), None)
+            if not left and request is not None and request.num_output_tokens == answered:
+                left = True
+                held = [*llm.manager.req_to_blocks[request.request_id]]
+                held += llm.manager._packed.get(request.request_id, [])
+                held = [block for block in held if not block.is_null]
+                leave(llm, request, leaves)
+                assert llm.scheduler.deferred_frees
+                assert all(block.ref_cnt == 1 for block in held)
+                llm.step()
+                # the step that was under way is over, and whoever wants them may have them
+                waiting = {
+                    id(block) for _, blocks in llm.scheduler.deferred_frees for block in blocks
+                }
+                assert not any(id(block) in waiting for block in held)
+        llm.settle()
+        assert left
+        assert llm.free_blocks == free
+        assert not llm.scheduler.deferred_frees
+    answers = {key.split("-")[0]: answer for key, answer in done.items()}
+    assert answers["1"] == want[1]
+    if leaves == "preempted":
+        assert answers["0"][: cuts["0"][0]] == want[0][: cuts["0"][0]]
+        # nothing was dropped before its look-ahead was over
+        assert answered > M or answers["0"] == want[0]
+
+
+def leave(llm, request, how):
+    if how == "aborted":
+        llm.llm.llm_engine.abort_request([request.request_id], internal=True)
+        return
+    # as vLLM does where the pool is short
+    llm.scheduler.running.remove(request)
+    llm.scheduler._preempt_request(request, 0.0)
