@@ -226,7 +226,7 @@ def test_clients_hang_up(prefill, decode, router, here):
 
 def test_a_client_hangs_up_while_its_prompt_is_pulled(prefill, decode, here):
     """The prefill server stands still meanwhile, so that the pull has begun and is not over."""
-    prompt = tokens(1000, seed=10)
+    prompt = tokens(960, seed=10)
     pull = {"kv_transfer_params": prefilled(prefill, body(prompt))}
     pulled = decode.metric("vllm:nixl_bytes_transferred_count")
     os.killpg(prefill.process.pid, signal.SIGSTOP)
