@@ -1,19 +1,16 @@
 """Tiny random checkpoints of vision-language models, each with a processor, and pictures for them.
 
 Tokenizer, template and image processor are real, made here without a network: a letter is a token,
-and a picture has one for each 28 x 28 or 32 x 32 of its pixels. A video's processor needs
-torchvision, which the CPU build of torch lacks; a stand-in, which processes nothing, takes its
-place.
+and a picture has one for each 28 x 28 or 32 x 32 of its pixels.
 """
 
+import base64
+import io
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3VLMoeForConditionalGeneration
 from transformers import Qwen2_5_VLForConditionalGeneration as Qwen25
 from transformers import Qwen3VLForConditionalGeneration as Qwen3
-from transformers.processing_utils import VideosKwargs
 
+import no_videos
 from checkpoints import EXPERTS, VOCAB
 
 SPECIAL = (
@@ -171,34 +168,19 @@ def picture(columns: int, rows: int, seed: int) -> Image.Image:
     return Image.fromarray(pixels.numpy()).resize((columns * 32, rows * 32), Image.NEAREST)
 
 
-class NoVideos(dict[str, Any]):
-    """What stands where a video's processor would, and processes none."""
-
-    valid_kwargs = VideosKwargs
-    size: ClassVar = {"shortest_edge": 4096, "longest_edge": 262144}
-    patch_size, merge_size, temporal_patch_size = 16, 2, 2
-    fps, min_frames, max_frames = 2, 4, 8
-
-    @classmethod
-    def from_pretrained(cls, *_: Any, **__: Any) -> "NoVideos":
-        return cls()
+def data_url(*images: Image.Image) -> str:
+    """A picture as a chat holds it, or a video of some pictures."""
+    kind = "image/png" if len(images) == 1 else "video/jpeg"
+    coded = list[str]()
+    for image in images:
+        image.save(out := io.BytesIO(), "PNG" if kind == "image/png" else "JPEG")
+        coded.append(base64.b64encode(out.getvalue()).decode())
+    return f"data:{kind};base64,{','.join(coded)}"
 
 
 @pytest.fixture(scope="module")
 def without_videos():
-    """Processors of images and videos can be made without torchvision: they process images."""
-    from transformers import processing_utils as processing
-
+    """Processors of images and videos can be made without torchvision."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            processing.transformers_module, "VideoProcessorMixin", NoVideos, raising=False
-        )
-        # vLLM's Qwen3-VL imports, for their names, processors that import it
-        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-            module = ModuleType(f"torchvision{name}")
-            module.__spec__ = ModuleSpec(module.__name__, None)
-            patch.setitem(sys.modules, module.__name__, module)
-        sys.modules["torchvision.transforms.v2"].functional = module
-        names = processing._LazyAutoProcessorMapping._MAPPING_NAMES
-        patch.setitem(names, "video_processor", (__name__, NoVideos.__name__))
+        no_videos.stand_in(patch)
         yield

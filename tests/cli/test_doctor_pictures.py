@@ -1,13 +1,11 @@
 """``kvcompress doctor --explain`` of a chat that shows a picture: what stays of its tokens."""
 
-import base64
-import io
 import json
 
 import pytest
 
 from engines import prepare_model_runner
-from vision_checkpoints import make, picture, without_videos
+from vision_checkpoints import data_url, make, picture, without_videos
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures(without_videos.__name__)]
 prepare_model_runner()
@@ -24,10 +22,7 @@ FLAGS = (
 @pytest.fixture
 def explained(examined, tmp_path):
     """Ask what stays of a chat that shows a picture of `SHOWN` tokens."""
-    out = io.BytesIO()
-    picture(12, 10, seed=1).save(out, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-    shown = {"type": "image_url", "image_url": {"url": url}}
+    shown = {"type": "image_url", "image_url": {"url": data_url(picture(12, 10, seed=1))}}
     asked = {"type": "text", "text": "The lamp is blue. " * 20}
     chat = {"messages": [{"role": "user", "content": [shown, asked]}]}
     (tmp_path / "chat.json").write_text(json.dumps(chat))

@@ -344,6 +344,11 @@ def test_a_refused_prompt_takes_nothing_of_anothers_from_the_cache(alone):
             assert cache.is_cached([own, other]) == [False, True]
             assert answers(llm, ASKED[:2], extra_args=OFF) == plain[:2]
             assert cache.is_cached([own, other]) == [True, True]
+            # it is the engine's by now: whoever names it without sending it is not refused for this
+            with pytest.raises(VLLMValidationError, match="piece by piece"):
+                refuse(llm, ASKED[:1], 200)
+            assert cache.is_cached([own, other]) == [True, True]
+            assert answers(llm, ASKED[:1], extra_args=OFF) == plain[:1]
 
 
 @first_runner

@@ -188,7 +188,7 @@ class ChatParts:
     def _span(self, word: str, variant: _Variant, made: Mapping[str, Any]) -> Span | None:
         """The tokens that a variant tells of; None where the template leaves the part out."""
         if self.prompt.get("type") != "token" or any(map(_has_more_than_text, self.messages)):
-            raise PartError("its messages hold more than text")
+            raise PartError("a message of the chat holds more than text")
         if self.tokenizing.truncate_prompt_tokens is not None:
             raise PartError("truncate_prompt_tokens may have cut it")
         # tokens where the renderer has its own tokenizer, whatever text they were put back into

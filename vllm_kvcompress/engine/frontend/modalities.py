@@ -94,13 +94,16 @@ def waits_for_rendering(prompt: Any) -> bool:
 def rendered(request: EngineCoreRequest) -> dict[str, Any]:
     """The prompt of a request, as a renderer would have given it."""
     placed, hashes = dict[str, list[Any]](), dict[str, list[str]]()
+    data = dict[str, list[Any]]()
     for feature in request.mm_features or ():
         placed.setdefault(feature.modality, []).append(feature.mm_position)
         hashes.setdefault(feature.modality, []).append(feature.mm_hash or feature.identifier)
+        data.setdefault(feature.modality, []).append(feature.data)
     return {
         "prompt_token_ids": request.prompt_token_ids,
         "mm_placeholders": placed,
         "mm_hashes": hashes,
+        "mm_kwargs": data,
     }
 
 
@@ -110,13 +113,19 @@ def forget(renderer: BaseRenderer, prompt: Any) -> None:
     vLLM believes that the engine has it, and would send no more than its hash with the next request
     that shows the same picture. A request for which that has been done by now gets the engine's
     error that asks for another try, as after any other drift of the two caches.
+
+    What the prompt has no data of was there before it and stays, since others may show it by their
+    name for it alone.
     """
     cache = renderer.mm_processor_cache
     if cache is None or not isinstance(prompt, Mapping):
         return
     hashes: Mapping[str, Iterable[str]] = prompt.get("mm_hashes") or {}
-    for mm_hash in {each for of_one in hashes.values() for each in of_one}:
-        cache.invalidate(mm_hash)
+    data: Mapping[str, Iterable[Any]] = prompt.get("mm_kwargs") or {}
+    for name, of_one in hashes.items():
+        for mm_hash, item in zip(of_one, data.get(name) or (), strict=False):
+            if item is not None:
+                cache.invalidate(mm_hash)
 
 
 def shows_more_than_text(messages: Iterable[Any]) -> bool:

@@ -1,0 +1,65 @@
+"""Processors of images and videos without torchvision, which the CPU build of torch lacks.
+
+Images go to the real processor of images. A video's, which needs torchvision, has a stand-in.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import BatchFeature
+from transformers import processing_utils as processing
+
+from broken_sites import broken
+
+# A server's processes are not this one: they do it once they have imported what is replaced.
+SITE = broken(
+    processing.__name__,
+    f"sys.path.append({str(Path(__file__).parent)!r}); import no_videos;"
+    " no_videos.stand_in(no_videos.pytest.MonkeyPatch())",
+)
+
+
+class NoVideos(dict[str, Any]):
+    """Stands where Qwen3-VL's processor of videos would: a video has its tokens, and is black."""
+
+    valid_kwargs = processing.VideosKwargs
+    size: ClassVar = {"shortest_edge": 4096, "longest_edge": 262144}
+    patch_size, merge_size, temporal_patch_size = 16, 2, 2
+    fps, min_frames, max_frames = 2, 4, 8
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> "NoVideos":
+        return cls()
+
+    def __call__(self, videos: Any, *, video_metadata: Any, **_: Any) -> BatchFeature:
+        """Process one video, as vLLM asks: frames of one shape, which is not changed."""
+        ((frames,),), ((metadata,),) = videos, video_metadata
+        sides = [side // self.patch_size for side in frames.shape[1:3]]
+        grid = [len(frames) // self.temporal_patch_size, *sides]
+        values = 3 * self.temporal_patch_size * self.patch_size**2
+        told = SimpleNamespace(fps=metadata["fps"], frames_indices=list(metadata["frames_indices"]))
+        return BatchFeature(
+            {
+                "pixel_values_videos": torch.zeros(int(torch.tensor(grid).prod()), values),
+                "video_grid_thw": torch.tensor([grid]),
+                "video_metadata": [told],
+            }
+        )
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Let the processor of a model be made that takes images and videos."""
+    patch.setattr(processing.transformers_module, "VideoProcessorMixin", NoVideos, raising=False)
+    # vLLM's Qwen3-VL imports, for their names, processors that import it
+    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+        module = ModuleType(f"torchvision{name}")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        patch.setitem(sys.modules, module.__name__, module)
+    sys.modules["torchvision.transforms.v2"].functional = module
+    names = processing._LazyAutoProcessorMapping._MAPPING_NAMES
+    patch.setitem(names, "video_processor", (__name__, NoVideos.__name__))
