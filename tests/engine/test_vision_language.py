@@ -55,6 +55,9 @@ def asked_of_two(repeats=3):
 
 
 ASKED = [asked(1), asked(2), asked(1, repeats=3), asked(3, before=TEXT * 2), asked_of_two()]
+LONG, PREEMPTING = 80, 200  # tokens of answers that are judged by themselves, or preempted
+if V2:  # in Triton's interpreter
+    ASKED, LONG, PREEMPTING = ASKED[:3], 48, 136
 
 
 def sampling(tokens=NEW, **more):
@@ -88,7 +91,7 @@ def as_tokens(llm, prompt):
     [("cake", asked()), ("snapkv", asked_of_two())],
     ids=["cake", "snapkv, two pictures"],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_pages_hold_what_the_method_says(name, method, prompt, checkpoints_folder):
     """Chunks of 150 end within the picture; positions are its own, which no count gives.
 
@@ -184,7 +187,7 @@ def test_preempted_it_goes_on_and_every_block_returns(alone):
     small = {**OPTIONS, "max_model_len": 768, "enable_prefix_caching": False}
     with engine(model, additional_config=config, blocks=1 + 25, **small) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
-        got = answers(llm, ASKED, 200, **LETTERS)
+        got = answers(llm, ASKED, PREEMPTING, **LETTERS)
         assert cuts
         for number, answer in enumerate(got):
             goes_on_as_alone(llm, ASKED[number], answer, cuts.get(str(number), []))
@@ -201,9 +204,9 @@ def test_judged_by_its_answer_it_is_the_same_in_company(more, alone):
     config = settings("cake", 0.3, **more)
     with engine(model, additional_config=config, **OPTIONS) as llm:
         free, repacked = llm.free_blocks, llm.watch_repacking()
-        want = [answers(llm, [each], 80)[0] for each in ASKED]
+        want = [answers(llm, [each], LONG)[0] for each in ASKED]
         assert llm.compressor.compressed == len(ASKED)
-        assert answers(llm, ASKED, 80) == want
+        assert answers(llm, ASKED, LONG) == want
         assert [answer[0] for answer in want] == [answer[0] for answer in plain]
         if "lookahead" in more:  # its prompt stood whole
             assert [a[:NEW] for a in want] == plain
