@@ -195,6 +195,7 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         (["TINY", "--len", 2000, "--kv-memory", "0.0001"], "must fit once"),
         (["TINY", "--len", 2000, "--tp", 3], "--tp must divide the model's 4 heads"),
         (["TINY", "--len", 2000, "--dtype", "fp8"], "--dtype must be auto or one of"),
+        (["TINY", "--len", 2000, "--mamba-ssm-cache-dtype", "fp8"], "dtype must be auto or one of"),
         (["TINY", "--len", 2000, "--kv-cache-dtype", "nvfp4"], "set --kv-cache-dtype auto"),
         *(
             (

@@ -98,22 +98,56 @@ def test_plan_counts_long_blocks_and_states(name, ranks, block, groups, states, 
     assert any(each.on.decoding == each.off.decoding for each in before)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next-80B", "Nemotron-H-8B", "Granite-4-H-small"])
-def test_these_blocks_are_vllms(name, model, monkeypatch):
-    """By its own arithmetic, with blocks of 16 as on CUDA; Qwen3.5's needs torchvision."""
-    path = model(name)
-    config = configure(path, block_size=16, enable_prefix_caching="Qwen" in name)
-    # a CPU sums in float32 where its processor has instructions for bfloat16
-    config.cache_config.mamba_ssm_cache_dtype = "float32" if "Nemotron" in name else "auto"
+@pytest.fixture
+def aligned(monkeypatch):
+    """A configuration whose block vLLM's own arithmetic has made long enough for a state."""
 
     class Backend:
         get_supported_kernel_block_sizes = staticmethod(lambda *_: [MultipleOf(16)])
         customize_spec = staticmethod(lambda spec: spec)
 
     monkeypatch.setattr(Platform, "_find_non_ssm_backends", classmethod(lambda *_: [Backend]))
-    Platform._align_hybrid_block_size(config, Backend)
-    assert config.cache_config.block_size == planned(path).forecast.block_size
-    assert groups_of(config) == planned(path).shape.groups
+
+    def align(config):
+        Platform._align_hybrid_block_size(config, Backend)
+        return config
+
+    return align
+
+
+@pytest.mark.parametrize(
+    ("name", "cached", "asked", "block"),
+    [
+        ("Qwen3-Next-80B", True, "auto", 544),
+        ("Qwen3-Next-80B", False, "auto", 544),
+        ("Qwen3-Next-80B", False, "float32", 1056),
+        ("Qwen3-Next-80B", True, "float16", 544),
+        ("Nemotron-H-8B", False, "auto", 1040),
+        ("Nemotron-H-8B", False, "bfloat16", 528),
+        ("Granite-4-H-small", False, "auto", 528),
+        ("Granite-4-H-small", False, "float32", 1040),
+    ],
+)
+def test_these_blocks_are_vllms(name, cached, asked, block, model, aligned):
+    """With blocks of 16 as on CUDA; Qwen3.5's needs torchvision."""
+    path = model(name)
+    config = configure(path, block_size=16, enable_prefix_caching=cached)
+    # a CPU sums in float32 where its processor has instructions for bfloat16
+    usual = "float32" if "Nemotron" in name else "auto"
+    config.cache_config.mamba_ssm_cache_dtype = usual if asked == "auto" else asked
+    found = planned(path, state_dtype=asked, prefix_caching=cached)
+    assert aligned(config).cache_config.block_size == found.forecast.block_size == block
+    assert groups_of(config) == found.shape.groups
+    assert found.shape.groups.states == (2 if cached else 1)
+
+
+@pytest.mark.parametrize(("asked", "block"), [("float32", 1056), ("bfloat16", 544)])
+def test_these_blocks_are_vllms_on_a_cpu(asked, block, model, aligned):
+    """Where 16 bits are asked for, linear attention sums in them."""
+    path = model("Qwen3-Next-80B")
+    config = aligned(configure(path, block_size=16, mamba_ssm_cache_dtype=asked))
+    found = planned(path, state_dtype=asked, device="cpu", block_size=16).forecast
+    assert config.cache_config.block_size == found.block_size == block
 
 
 @pytest.mark.parametrize("name", ["granite-96", "qwen3-next"])

@@ -156,6 +156,7 @@ def shape_of(
     *,
     cache_dtype: str = "auto",
     disable_sliding_window: bool = False,
+    prefix_caching: bool = True,
 ) -> ModelShape:
     """The shape that a config.json describes.
 
@@ -163,6 +164,7 @@ def shape_of(
         dtype: "auto" stands for the config's own, and float32 for bfloat16, as in vLLM.
         cache_dtype: what keys and values are stored in, as ``--kv-cache-dtype`` takes it.
         disable_sliding_window: prompts end where the model's window does, as in vLLM.
+        prefix_caching: where it is off, no state is kept beside the one that is computed.
 
     Raises:
         ConfigError: the model is one that cannot be compressed, or its config lacks a figure.
@@ -174,6 +176,8 @@ def shape_of(
     if disable_sliding_window and traits.window is not None:
         longest = min(longest or traits.window, traits.window)
         traits = replace(traits, window=None)
+    if not prefix_caching:
+        traits = replace(traits, cached_states=1)
     if (reason := unsupported(traits)) is not None:
         raise ConfigError(reason)
     heads, layers = _figure(text, _HEADS), _number_of_layers(text)

@@ -8,7 +8,13 @@ from rich.console import Console
 from vllm_kvcompress.commands.concurrency import forecast, sizes_on_rank
 from vllm_kvcompress.commands.forecast import Forecast, Load
 from vllm_kvcompress.commands.gpu_memory import GIB, Estimate, defaults_for, estimate
-from vllm_kvcompress.commands.model_shape import ModelShape, config_path, read_config, shape_of
+from vllm_kvcompress.commands.model_shape import (
+    ITEMSIZE,
+    ModelShape,
+    config_path,
+    read_config,
+    shape_of,
+)
 from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.commands.plan_text import default_line, estimate_line, show_forecast
 from vllm_kvcompress.commands.weights import weights_of
@@ -181,6 +187,7 @@ def _block(options: PlanOptions, config: dict[str, Any], shape: ModelShape) -> i
     token = 2 * max(shape.kv_heads // options.ranks, 1) * shape.head_dim * shape.stored
     return block_of(
         *(text_config(config), options.ranks, shape.itemsize, token, asked),
+        state_dtype=options.state_dtype,
         on_cpu=options.device == "cpu",
     )
 
@@ -193,6 +200,11 @@ def _refuse_contradictions(options: PlanOptions) -> None:
         raise ConfigError(
             "--gpu-memory needs --device cuda, got --device cpu; give --kv-memory, where vLLM takes"
             " half of the machine's memory unless VLLM_CPU_KVCACHE_SPACE says otherwise"
+        )
+    if options.state_dtype not in ("auto", *ITEMSIZE):
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype must be auto or one of {sorted(ITEMSIZE)}, got"
+            f" {options.state_dtype!r}"
         )
     if options.protected > options.length:
         raise ConfigError(
@@ -217,6 +229,7 @@ def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionCo
         options.dtype,
         cache_dtype=options.cache_dtype,
         disable_sliding_window=options.disable_sliding_window,
+        prefix_caching=options.prefix_caching,
     )
     traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
     if (reason := why_not_merged(settings, shape.cache, plain_cache(traits))) is not None:

@@ -98,6 +98,21 @@ class PlanOptions:
             "--kv-cache-dtype", help="What keys and values are stored in; auto: the model's dtype."
         ),
     ] = "auto"
+    state_dtype: Annotated[
+        str,
+        typer.Option(
+            "--mamba-ssm-cache-dtype",
+            help="What layers that keep a state sum in; auto: what vLLM takes for the model.",
+        ),
+    ] = "auto"
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Without it a state takes one block of a request, and with it two where the model"
+            " can be served so.",
+        ),
+    ] = True
     disable_sliding_window: Annotated[
         bool,
         typer.Option(

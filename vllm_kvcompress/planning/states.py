@@ -13,7 +13,14 @@ _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def block_of(
-    text: Mapping[str, Any], ranks: int, itemsize: int, token: int, asked: int, *, on_cpu: bool
+    text: Mapping[str, Any],
+    ranks: int,
+    itemsize: int,
+    token: int,
+    asked: int,
+    *,
+    state_dtype: str,
+    on_cpu: bool,
 ) -> int:
     """Tokens in a KV block of a model whose layers keep a state.
 
@@ -23,19 +30,24 @@ def block_of(
         itemsize: bytes of an element of what the model computes.
         token: bytes of a token's keys and values in one layer, on one rank.
         asked: tokens of the block that was asked for, or vLLM's own: the block is a multiple.
-        on_cpu: where vLLM sums in float32, if the processor has instructions for bfloat16.
+        state_dtype: what the layers sum in, as ``--mamba-ssm-cache-dtype`` takes it.
+        on_cpu: where vLLM sums in float32, if the processor has instructions for bfloat16, unless
+            layers of linear attention are asked for 16 bits.
     """
-    state = state_bytes(text, ranks, itemsize, on_cpu=on_cpu)
+    state = state_bytes(text, ranks, itemsize, state_dtype=state_dtype, on_cpu=on_cpu)
     return asked * -(-state // (asked * token))
 
 
-def state_bytes(text: Mapping[str, Any], ranks: int, itemsize: int, *, on_cpu: bool) -> int:
+def state_bytes(
+    text: Mapping[str, Any], ranks: int, itemsize: int, *, state_dtype: str, on_cpu: bool
+) -> int:
     """Bytes that one layer keeps of a request on one rank: a convolution's last inputs, and a sum.
 
     Raises:
         ConfigError: the config lacks a figure.
     """
-    if "linear_num_value_heads" in text:
+    linear = "linear_num_value_heads" in text
+    if linear:
         keys, values = (_of(text, f"linear_num_{part}_heads") for part in ("key", "value"))
         of_key, of_value = (_of(text, f"linear_{part}_head_dim") for part in ("key", "value"))
         inputs, kernel = 2 * keys * of_key + values * of_value, _of(text, "linear_conv_kernel_dim")
@@ -53,7 +65,11 @@ def state_bytes(text: Mapping[str, Any], ranks: int, itemsize: int, *, on_cpu: b
         dtype = None
         if text.get("model_type") == "nemotron_h":
             dtype = text.get("mamba_ssm_cache_dtype", "float32")
-    wide = 4 if on_cpu else _ITEMSIZE.get(str(dtype), itemsize)
+    if state_dtype != "auto":
+        dtype = state_dtype
+    wide = _ITEMSIZE.get(str(dtype), itemsize)
+    if on_cpu and not (linear and dtype in ("float16", "bfloat16")):
+        wide = 4
     return inputs // ranks * (kernel - 1) * itemsize + summed // ranks * wide
 
 
