@@ -310,6 +310,17 @@ def test_qwen35_gives_its_blocks_back(checkpoints_folder):
         ("granite", {"enable_prefix_caching": True}, "add --no-enable-prefix-caching"),
         ("nemotron", {"enable_prefix_caching": True}, "add --no-enable-prefix-caching"),
         (
+            "qwen3-next",
+            {"enable_prefix_caching": True, "prefix_match_unit": 32},
+            "remove --prefix-match-unit",
+        ),
+        (
+            "qwen3-next",
+            {"enable_prefix_caching": True, "enable_mamba_shared_prefix_checkpoint": True},
+            "remove --enable-mamba-shared-prefix-checkpoint",
+        ),
+        ("nemotron", {"use_replayssm": True}, "remove --use-replayssm"),
+        (
             "granite",
             {"additional_config": settings("cake", max_whole=2048)},
             "a probe's rows would advance the states, which cannot be taken back; set --kv-probe 0",
