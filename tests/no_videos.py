@@ -54,7 +54,8 @@ class NoVideos(dict[str, Any]):
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Let the processor of a model be made that takes images and videos."""
-    patch.setattr(processing.transformers_module, "VideoProcessorMixin", NoVideos, raising=False)
+    base = processing.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"]
+    patch.setattr(processing.transformers_module, base, NoVideos, raising=False)
     # vLLM's Qwen3-VL imports, for their names, processors that import it
     for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
         module = ModuleType(f"torchvision{name}")
