@@ -96,6 +96,17 @@ def tool() -> Callable[[str, str], str]:
     return tools.find
 
 
+@pytest.fixture(scope="session")
+def states_are_served() -> None:
+    """Skip where this vLLM is refused for models whose layers keep a state."""
+    import vllm
+
+    from vllm_kvcompress.engine.startup.state_refusals import TESTED
+
+    if not TESTED.contains(vllm.__version__, prereleases=True):
+        pytest.skip(f"with states, vLLM {vllm.__version__} is refused by name")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     random.seed(0)

@@ -21,7 +21,7 @@ import test_yielding as yielding
 from broken_sites import broken, write_site
 from checkpoints import make, tokens
 from configuring import configure
-from engines import Engine, engine, leave_async_scheduling, settings
+from engines import Engine, engine, leave_async_scheduling, settings, with_states
 from forks import FORKS
 from idling import wait_for
 from own_workers import SLEEPY, workers_with
@@ -259,6 +259,7 @@ def test_windows_and_sinks_on_two_ranks_answer_as_one(tmp_path_factory):
         assert [told(llm, *each)[0] for each in rounds] == alone
 
 
+@with_states
 @pytest.mark.usefixtures("log")
 def test_states_on_two_ranks_answer_as_one(tmp_path_factory):
     """Each rank has the states of its own heads, in pages as long as its own keys and values."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checkpoints import make, tokens
-from engines import V2, engine, settings, v2_drafts
+from engines import V2, engine, settings, v2_drafts, with_states
 
 pytestmark = [
     pytest.mark.slow,
@@ -259,6 +259,7 @@ def test_the_tables_never_move(start):
 
 # vLLM's Triton kernel alone divides nothing by nothing in this model's steps, in rows of no token
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+@with_states
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
 def test_a_model_with_states_answers_as_on_cpu_attention(start, backend, checkpoints_folder):
     """A block of 96 tokens, in our Triton kernels too."""

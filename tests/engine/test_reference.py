@@ -150,7 +150,9 @@ def equals_the_reference(made, seen, counts, held, shape, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
-def test_pages_hold_what_the_method_says(name, method, checkpoints_folder):
+def test_pages_hold_what_the_method_says(name, method, checkpoints_folder, request):
+    if name in STATEFUL:
+        request.getfixturevalue("states_are_served")
     shape = {**SHAPES, **MIXTURES, **HYBRIDS, **STATEFUL}[name]
     block = shape.block
     # of long blocks so few are kept that a small budget would leave no choice

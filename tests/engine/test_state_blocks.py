@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import MultipleOf
 
 from checkpoints import STATEFUL, make, tokens
 from configuring import configure
-from engines import engine, settings
+from engines import engine, settings, with_states
 from vllm_kvcompress.commands.plan import ask
 from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.engine.layers import groups_of
@@ -115,6 +115,7 @@ def aligned(monkeypatch):
     return align
 
 
+@with_states
 @pytest.mark.parametrize(
     ("name", "cached", "asked", "block"),
     [
@@ -141,6 +142,7 @@ def test_these_blocks_are_vllms(name, cached, asked, block, model, aligned):
     assert found.shape.groups.states == (2 if cached else 1)
 
 
+@with_states
 @pytest.mark.parametrize(("asked", "block"), [("float32", 1056), ("bfloat16", 544)])
 def test_these_blocks_are_vllms_on_a_cpu(asked, block, model, aligned):
     """Where 16 bits are asked for, linear attention sums in them."""
@@ -150,6 +152,7 @@ def test_these_blocks_are_vllms_on_a_cpu(asked, block, model, aligned):
     assert config.cache_config.block_size == found.block_size == block
 
 
+@with_states
 @pytest.mark.parametrize("name", ["granite-96", "qwen3-next"])
 def test_plan_counts_the_blocks_that_an_engine_holds(name, checkpoints_folder):
     path, length, output = make(name, checkpoints_folder), 700, 100
