@@ -103,7 +103,13 @@ _DELTA = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
 STATEFUL = {  # layers that keep a state beside full ones: a block is as long as that is large
-    "granite": Shape(GraniteMoeHybridConfig, 6, 4, 2, 32, {**_GRANITE, "mamba_d_state": 8}),
+    "granite": Shape(
+        GraniteMoeHybridConfig, 6, 4, 2, 32,
+        {
+            **_GRANITE, "mamba_d_state": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "position_embedding_type": None,
+        },
+    ),
     "granite-96": Shape(
         GraniteMoeHybridConfig, 6, 4, 2, 32, {**_GRANITE, "mamba_d_state": 32}, block=96
     ),
