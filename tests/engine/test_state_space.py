@@ -6,6 +6,7 @@ with states: blocks of 96 tokens, rows that cannot be taken back, and a prefix c
 state at few places.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ import test_lookahead
 import test_prompts_in_pieces
 from checkpoints import STATEFUL, make, tokens
 from configuring import configure
-from engines import V2, engine, first_runner, settings
+from engines import BLOCKS, V2, engine, first_runner, settings
 from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import Ahead, ahead
@@ -25,7 +26,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
 
-FLOAT32 = ["granite-96"] if V2 else ["granite-96", "nemotron"]
+FLOAT32 = ["granite-96", "nemotron"]
 # vLLM's CPU build keeps states in its prefix cache for this one alone
 CACHED = "qwen3-next"
 NEW = 12
@@ -62,7 +63,7 @@ def longer_blocks(monkeypatch):
 # -- against float64 ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("name", FLOAT32[:1] if V2 else FLOAT32)
 def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
     name, checkpoints_folder, longer_blocks
 ):
@@ -84,7 +85,6 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
     assert len(replay.packed_at) >= 2
 
 
-@first_runner
 @pytest.mark.parametrize("name", FLOAT32)
 def test_a_look_ahead_reads_what_the_reference_holds(name, checkpoints_folder, longer_blocks):
     longer_blocks(name)
@@ -104,13 +104,12 @@ def test_a_look_ahead_reads_what_the_reference_holds(name, checkpoints_folder, l
     assert replay.packed_at == [length + m]
 
 
-@first_runner
 @pytest.mark.parametrize("name", FLOAT32)
 def test_an_answer_is_packed_at_the_ends_of_blocks(name, checkpoints_folder, longer_blocks):
     """The interval that nobody gave is as long as the block, or as many as 128 tokens hold."""
     longer_blocks(name)
-    block, prompt, answer = STATEFUL[name].block, 45, 360
-    bound = 2 * block
+    block, answer = STATEFUL[name].block, 200
+    bound, prompt = 2 * block, 2 * block + 9
     config = settings("cake", 0.4, min_prompt=1024, decode_budget=bound, decode_window=8)
     with engine(
         make(name, checkpoints_folder), additional_config=config, **asked(name, max_num_seqs=2)
@@ -161,7 +160,7 @@ def alone(request, checkpoints_folder):
     "more",
     [
         pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 8}, id="chunks"),
-        pytest.param({"async_scheduling": True}, marks=first_runner, id="async"),
+        pytest.param({"async_scheduling": True}, id="async"),
     ],
 )
 def test_an_answer_depends_on_its_own_tokens(more, alone, keep_async_scheduling):
@@ -195,19 +194,50 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
     assert used == {True, False}
 
 
-@first_runner
 def test_preempted_it_goes_on_as_a_prompt_of_the_same_tokens(alone):
+    """In a pool for one; the interpreter has no time for as many tokens, and preempts both once."""
     name, model, _ = alone
+    new, blocks = (40, BLOCKS) if V2 else (200, 1 + -(-864 // STATEFUL[name].block) + 2)
     options = asked(name, max_model_len=864, max_num_batched_tokens=64, max_num_seqs=8)
-    blocks = -(-864 // STATEFUL[name].block) + 2
-    with engine(model, additional_config=FREE, blocks=1 + blocks, **options) as llm:
+    with engine(model, additional_config=FREE, blocks=blocks, **options) as llm:
         free, cuts = llm.free_blocks, llm.watch_preemptions()
-        done = llm.answers([(prompt, {}) for prompt in PROMPTS], 200)
+        for i, prompt in enumerate(PROMPTS):
+            llm.submit(str(i), prompt, new)
+        if V2:
+            for _ in range(20):
+                llm.step()
+            assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
+        done = {int(key.split("-")[0]): answer for key, answer in llm.drain().items()}
         assert cuts
         assert llm.free_blocks == free
     with engine(model, additional_config=FREE, **asked(name)) as llm:
         for i, prompt in enumerate(PROMPTS):
-            llm.alone(prompt, 200, done[i], cuts.get(str(i), []))
+            llm.alone(prompt, new, done[i], cuts.get(str(i), []))
+
+
+def spoil_free_blocks(llm):
+    """Leave in them what no sum survives."""
+    free = [block.block_id for block in llm.pool.blocks if not (block.ref_cnt or block.is_null)]
+    context = llm.worker.vllm_config.compilation_config.static_forward_context
+    for layer in context.values():
+        if hasattr(layer, "impl"):
+            layer.kv_cache[free] = math.nan
+
+
+def test_what_was_in_a_block_before_is_read_by_nobody(alone):
+    """vLLM empties the blocks that it gives out for these models, and not those that are packed."""
+    name, model, want = alone
+    with engine(model, additional_config=FREE, **asked(name, max_num_seqs=8)) as llm:
+        spoil_free_blocks(llm)
+        for number in range(2):
+            llm.submit(str(number), PROMPTS[number], NEW)
+        done = {}
+        while llm.llm.llm_engine.has_unfinished_requests():
+            done |= llm.step()
+            spoil_free_blocks(llm)
+        assert llm.compressor.compressed == 2
+    answers = {key.split("-")[0]: list(each.outputs[0].token_ids) for key, each in done.items()}
+    assert answers == {str(number): want[number * len(ASKS)] for number in range(2)}
 
 
 @first_runner
