@@ -18,7 +18,7 @@ FILES = [
         *("identity", "features", "methods", "reference", "lost_plans"),
         *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces", "probes"),
         *("ngram", "cuda_backends", "lookahead", "lookahead_leavers", "written_answers"),
-        *("state_space", "vision_language"),
+        *("state_space", "states_in_the_cache", "vision_language"),
         *(["quantised"] if AVX512 else []),
     )
 ]

@@ -139,11 +139,21 @@ class Coordination:
         own = self.manager.probes.without(request_id, tokens)
         return promised + lookaheads.withheld(request_id, own)
 
-    def missing(self, request_id: str, tokens: int) -> int:
-        """Blocks that a running request takes at most, of all groups, to have `tokens` computed."""
-        managers = (self.manager, *self._others)
-        held = ((each.block_size, each.req_to_blocks.get(request_id, ())) for each in managers)
-        return sum(max(-(-tokens // int(size)) - len(blocks), 0) for size, blocks in held)
+    def missing(self, request_id: str, tokens: int, steps: int = 1) -> int:
+        """Blocks that a running request takes at most, of all groups, to have `tokens` computed.
+
+        A state is written where a step ends, so that a step takes one block for it, however many
+        blocks its tokens fill.
+
+        Args:
+            steps: that the request takes part in until then.
+        """
+        missing = 0
+        for manager in (self.manager, *self._others):
+            held = len(manager.req_to_blocks.get(request_id, ()))
+            taken = max(-(-tokens // int(manager.block_size)) - held, 0)
+            missing += min(taken, steps) if isinstance(manager, MambaManager) else taken
+        return missing
 
     def shared_hit(self, request: Request) -> int:
         """Blocks of a waiting prompt that others hold, which it would take no room for."""
@@ -189,4 +199,10 @@ class Coordination:
         would be another prompt's.
         """
         tokens = self.manager.cacheable(request.request_id, num_computed_tokens)
-        return self._cache_blocks(request, tokens, *args, **kwargs)
+        done = self._cache_blocks(request, tokens, *args, **kwargs)
+        told = int(request.shared_prefix_boundary)
+        if 0 < told <= num_computed_tokens < request.num_tokens:
+            # The state where another prompt parts from this one is kept, and vLLM stops at one such
+            # place alone: the next is where hits for this prompt end.
+            request.shared_prefix_boundary = max(told, self._last_hit(request))
+        return done

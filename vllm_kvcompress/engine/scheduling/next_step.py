@@ -47,7 +47,7 @@ class NextStep:
             destinations += self._go_through(running, ends, rows, waiting)
             steps += 1
         return destinations + sum(
-            self._coordination.missing(request_id, most) for request_id, most in rows.items()
+            self._coordination.missing(request_id, most, steps) for request_id, most in rows.items()
         )
 
     def _go_through(
@@ -79,6 +79,7 @@ class NextStep:
                 continue
             new, probe = min(max(known - computed, 1), longest, cap, room), 0
             if new > 1:
+                # vLLM may end it earlier, where a state is to be kept; it takes no more for that
                 new, probe = scheduler.step_of(request, computed, new)
             if new <= 0:
                 continue
@@ -125,7 +126,7 @@ class NextStep:
         # it is packed for the first time at its end, or where one in pieces holds too much
         first = min(prefill.first_end, end) if isinstance(prefill, EveryPiece) else end
         taken = self._manager.destination_blocks(request_id, max(first, tokens), ())
-        more = self._coordination.missing(request_id, end)
+        more = self._coordination.missing(request_id, end, 1 + steps)
         return more - self._coordination.missing(request_id, tokens) + taken.too_few + taken.others
 
     def waiting(self) -> int:
