@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import make
 from configuring import configure
+from engines import settings
 from vllm_kvcompress.commands.model_shape import read_config, shape_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.model_traits import STATE_SPACE_ARCHITECTURES, traits_of
@@ -226,6 +228,18 @@ def test_modelopts_older_file_of_its_own_is_read(edited):
         with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16, this checkpoint decl"):
             refused()
     configure(path, kv_cache_dtype="bfloat16")
+
+
+def test_models_with_states_are_served_on_the_vllm_that_they_were_tested_on(
+    checkpoints_folder, monkeypatch
+):
+    import vllm
+
+    model, plain = make("granite", checkpoints_folder), {"enable_prefix_caching": False}
+    for version in ("0.31.0", "0.33.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with pytest.raises(ConfigError, match=rf"vLLM 0\.32 alone; install it, got {version}"):
+            configure(model, additional_config=settings("cake"), **plain)
 
 
 def test_what_vllm_takes_for_no_generator_or_no_attention_is_known_by_name():

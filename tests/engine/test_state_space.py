@@ -16,7 +16,7 @@ import test_lookahead
 import test_prompts_in_pieces
 from checkpoints import STATEFUL, make, tokens
 from configuring import configure
-from engines import BLOCKS, V2, engine, first_runner, settings
+from engines import BLOCKS, V2, engine, first_runner, settings, with_states
 from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import Ahead, ahead
@@ -25,6 +25,8 @@ from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.settings.config import CompressionConfig
+
+pytestmark = with_states
 
 FLOAT32 = ["granite-96", "nemotron"]
 # vLLM's CPU build keeps states in its prefix cache for this one alone
@@ -369,19 +371,6 @@ def test_what_is_not_tested_with_states_is_refused(name, options, said, checkpoi
     plain = {"enable_prefix_caching": False, "additional_config": settings("cake")}
     with pytest.raises(ConfigError, match=said):
         configure(make(name, checkpoints_folder), **(plain | options))
-
-
-@first_runner
-def test_another_vllm_is_refused_with_states(checkpoints_folder, monkeypatch):
-    import vllm
-
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(ConfigError, match=r"tested on vLLM 0\.32 alone; install it, got 0\.33\.0"):
-        configure(
-            make("granite", checkpoints_folder),
-            enable_prefix_caching=False,
-            additional_config=settings("cake"),
-        )
 
 
 @first_runner

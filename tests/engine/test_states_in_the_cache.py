@@ -15,7 +15,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 import test_yielding
 from checkpoints import STATEFUL, make, tokens
-from engines import V2, engine, first_runner, settings
+from engines import V2, engine, first_runner, settings, with_states
 from test_lookahead import ahead
 from test_prompts_in_pieces import piecewise
 from test_reference import PROMPT, equals_the_reference, packed
@@ -24,6 +24,8 @@ from vllm_kvcompress.engine.startup import state_refusals
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.planning import model_traits
 from vllm_kvcompress.settings.config import CompressionConfig
+
+pytestmark = with_states
 
 NAME = "granite-96"
 BLOCK = STATEFUL[NAME].block
