@@ -25,6 +25,7 @@ SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
 DECODE = [
     *("--kv-compress", "cake-chunk", "--kv-budget", "0.3", "--kv-lookahead", str(M)),
     *("--kv-min-prompt", "128", "--kv-allow-override", "off,cake-chunk,snapkv", "--kv-usage"),
+    "--enable-scale-out",
 ]
 PROMPTS = [
     tokens(LENGTH, seed=1),

@@ -135,6 +135,7 @@ def test_what_a_decode_server_cannot_do_is_a_400(endpoint, stream, prefill, deco
     wrong = [(no_lookahead, "kv_lookahead must be at least 1, got 0")]
     if endpoint != "responses":
         wrong.append(({"n": 2}, "got n=2"))
+        wrong.append(({"use_beam_search": True}, "without use_beam_search"))
 
     def refused(more, message):
         answer = httpx.post(f"{decode.url}/v1/{endpoint}", json=asked | more, timeout=300)
@@ -171,6 +172,19 @@ def refuses_two(decode, prefill, path, several):
     assert "got 2 prompts" in answer.text
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"n": 2, "temperature": 1.0}, {"extra_args": {"kv_lookahead": 0}}],
+    ids=["two answers", "no look-ahead"],
+)
+def test_what_is_refused_of_tokens_is_told_too(asked, prefill, decode):
+    pull = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
+    sent = {"model": "demo", "token_ids": PROMPTS[0], "sampling_params": asked | {"max_tokens": 9}}
+    answer = httpx.post(f"{decode.url}/inference/v1/generate", json=sent | pull, timeout=300)
+    assert answer.status_code == 400, answer.text
+    gives_back(prefill, decode)
+
+
 def test_several_prompts_cannot_pull_one(prefill, decode):
     refuses_two(decode, prefill, "completions", {"prompt": PROMPTS[:2]})
     gives_back(prefill, decode)
@@ -180,6 +194,12 @@ def test_a_prompt_is_pulled_once(prefill, decode, here):
     """Its blocks may be another prompt's by the time that somebody asks again."""
     pull = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[2]))}
     assert ids(complete(decode.url, PROMPTS[2], **pull)) == here[2]
+    asked = body(PROMPTS[2], **{"kv_transfer_params": prefilled(prefill, body(PROMPTS[2]))})
+    for status in (200, 400, 400):  # a router that asks again keeps the id
+        again = httpx.post(
+            f"{decode.url}/v1/completions", json=asked, headers={"X-Request-Id": "r"}, timeout=300
+        )
+        assert again.status_code == status, again.text
     again = complete(decode.url, PROMPTS[2], **pull)
     assert again.status_code == 400, again.text
     assert "another has pulled this prompt" in again.text

@@ -7,6 +7,8 @@ import pytest
 from checkpoints import HYBRIDS, make
 from configuring import configure
 from engines import first_runner, settings
+from vision_checkpoints import make as make_vision
+from vision_checkpoints import without_videos
 from vllm_kvcompress.engine.frontend.transfers import Pulls, prompts_of
 from vllm_kvcompress.errors import ConfigError, OverrideError
 
@@ -91,6 +93,12 @@ def test_models_with_other_layers_are_refused(checkpoints_folder):
         configure(hybrid, **transfer() | own())
 
 
+@pytest.mark.usefixtures(without_videos.__name__)
+def test_models_that_take_images_are_refused(checkpoints_folder):
+    with pytest.raises(ConfigError, match="models that take images are not tested behind"):
+        configure(make_vision("qwen3-vl", checkpoints_folder), **transfer() | own())
+
+
 def test_what_was_kept_travels_beside_a_connectors_parameters():
     from vllm.v1.engine import EngineCoreOutput
 
@@ -116,6 +124,9 @@ def test_a_prompt_is_pulled_by_one_request(model):
     # its refusal must not free what the first may still be reading
     assert not other["do_remote_prefill"]
     assert asked["do_remote_prefill"]
+    again = {"kv_transfer_params": dict(asked)}
+    with pytest.raises(OverrideError, match="another has pulled this prompt"):
+        pulls.check(config, again, "one", begins=True)  # asked again with the same X-Request-Id
     pulls.check(config, {"kv_transfer_params": asked | {"remote_request_id": "s"}}, "two")
     pulls.check(config, {}, "three")
     for at in range(pulls.MOST):

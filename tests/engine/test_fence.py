@@ -3,11 +3,14 @@
 A stand-in: the engine is real, with async scheduling, and no connector is there (`fenced`).
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 from checkpoints import make, tokens
 from engines import engine, first_runner, settings
 from fenced import fence
+from vllm_kvcompress.engine.scheduling.fence import Fence
 
 pytestmark = first_runner
 
@@ -100,6 +103,17 @@ class Seen:
 
         scheduler.schedule, scheduler.update_from_output = scheduling, updating
         manager._hand_over = handing_over
+
+
+def test_what_waits_is_counted_once_and_only_if_nobody_else_reads_it():
+    """Else look-aheads would give way for blocks that come back by themselves."""
+    mine, shared, both = (SimpleNamespace(block_id=i, ref_cnt=n) for i, n in enumerate((1, 2, 2)))
+    scheduler = SimpleNamespace(
+        defer_block_free=True, deferred_frees=[(1, [mine, shared, both]), (2, [both])]
+    )
+    assert Fence(None, scheduler).held() == 2
+    scheduler.defer_block_free = False
+    assert Fence(None, scheduler).held() == 0
 
 
 def test_without_a_connector_nothing_waits(model):

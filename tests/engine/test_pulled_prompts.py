@@ -74,7 +74,7 @@ def drive(pulling, draw):
     assert not left, (left, pulling.free)
     assert pulling.free == free
     planner = pulling.manager.planner
-    kept = (planner.schedules, planner._looking, pulling.loading)
+    kept = (planner.schedules, planner._looking, planner._pulled, pulling.loading)
     assert not any((*kept, pulling.manager.lookaheads, pulling.manager._packed))
     tally = pulling.manager.tally
     return tally.planned.total(), tally.skipped["full_pool"]
@@ -154,3 +154,41 @@ def test_a_prompt_of_which_all_is_computed_gives_its_blocks_back(usual, monkeypa
     for _ in range(10):
         pulling.step()
     assert pulling.free == 26
+
+
+@pytest.mark.parametrize("compress", ["snapkv", "cake-chunk"])
+def test_nobody_is_judged_by_queries_that_were_computed_elsewhere(compress, usual):
+    """Also where a look-ahead gives way before its answer has as many as it was to have."""
+    own = {"budget": 0.3, "lookahead": 32, "lookahead_yields": "waiting"}
+    pulling, first, cuts = Pulling(usual, 30, 8, compress=compress, **own), {}, []
+    scheduler, manager = pulling.scheduler, pulling.manager
+    update, hand_over = scheduler._update_waiting_for_remote_kv, manager._hand_over
+
+    def updating(request):
+        update(request)
+        first[request.request_id] = request.num_computed_tokens
+
+    def handing_over(pending):
+        pack = pending[0]
+        if scheduler.requests[pack.request_id].num_preemptions == 0:
+            cuts.append(pack.cut)
+            assert pack.plan.window <= pack.tokens - first[pack.request_id]
+        return hand_over(pending)
+
+    scheduler._update_waiting_for_remote_kv, manager._hand_over = updating, handing_over
+    for name in range(12):
+        pulling.add(str(name), tokens(300, seed=name), 60)
+    for _ in range(400):
+        pulling.step(list(pulling.loading))
+    assert not scheduler.requests
+    assert any(cuts)
+
+
+def test_a_pulled_prompt_that_is_left_whole_is_told_once(usual):
+    pulling = Pulling(usual, 27, 8, compress="cake-chunk", budget=0.3, lookahead=M)
+    pulling.add("short", tokens(20, seed=1), 9)
+    pulling.step()
+    pulling.step(["short"])
+    for _ in range(10):
+        pulling.step()
+    assert pulling.manager.tally.skipped.total() == 1

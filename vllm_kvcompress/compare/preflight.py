@@ -188,6 +188,8 @@ def _refused(cell: Cell, e: Refused) -> Exception:
         cure = "; start it with other --kv-budget-bounds, or leave this budget out"
     elif "chat template" in e.reason:
         cure = " Every prompt is sent as a chat: start it with --chat-template"
+    elif "pulls prompts" in e.reason:
+        cure = "; leave this out"
     elif "kv_" in e.reason:
-        cure = "; start it with --kv-allow-override all, or leave this out"
+        cure = "; start it with --kv-allow-override all or a list that has it, or leave this out"
     return ConfigError(f"the server refuses {cell}: {e.reason}{cure}")

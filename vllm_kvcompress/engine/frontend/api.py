@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingC
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -121,7 +122,7 @@ def _policy(processor: InputProcessor) -> _Policy:
 
 
 def _check_whole(
-    processor: InputProcessor, prompt: Any, params: Any, request_id: str
+    processor: InputProcessor, prompt: Any, params: Any, request_id: str, *, begins: bool = False
 ) -> tuple[Spans, Roles]:
     """Run `_checked_whole`, and refuse to pull what another request has.
 
@@ -132,7 +133,9 @@ def _check_whole(
         policy = _policy(processor)
         if policy.settings is not None and isinstance(params, SamplingParams):
             with _refusing(PARAMETERS):
-                policy.pulls.check(processor.vllm_config, params.extra_args, request_id)
+                policy.pulls.check(
+                    processor.vllm_config, params.extra_args, request_id, begins=begins
+                )
         return checked
     except VLLMValidationError:
         forget(processor.renderer, prompt)
@@ -191,7 +194,7 @@ def install() -> None:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[0]
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
         request_id = kwargs["request_id"] if "request_id" in kwargs else args[2]
-        _check_whole(self.input_processor, prompt, params, request_id)
+        _check_whole(self.input_processor, prompt, params, request_id, begins=True)
         return generate(self, *args, **kwargs)
 
     InputProcessor.process_inputs = processing
@@ -201,6 +204,8 @@ def install() -> None:
         setattr(serving, name, _checking(getattr(serving, name), chat=chat))
     batch: Any = OpenAIServingChatBatch
     batch.create_batch_chat_completion = _checking_batch(batch.create_batch_chat_completion)
+    tokens: Any = ServingTokens
+    tokens.serve_tokens = _telling_of_refusals(tokens.serve_tokens)
     setattr(InputProcessor, _INSTALLED, True)
 
 
@@ -301,9 +306,27 @@ def _checking_batch(answer: Any) -> Any:
     return answering
 
 
+def _telling_of_refusals(answer: Any) -> Any:
+    """Wrap a handler that checks where it generates: vLLM tells no prefill server what it refuses.
+
+    Where nothing is compressed it stays as it is.
+    """
+
+    @functools.wraps(answer)
+    async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = answer(self, request, *args, **kwargs)
+        if _policy(self.engine_client.input_processor).settings is None:
+            return await asked
+        raw_request = args[0] if args else kwargs.get("raw_request")
+        return await self._with_kv_transfer_rejection_cleanup(asked, request, raw_request)
+
+    return answering
+
+
 def _check_pull(processor: InputProcessor, request: Any) -> None:
     asked = {PARAMETERS: getattr(request, PARAMETERS, None)}
     if _policy(processor).settings is not None:
         with _refusing(PARAMETERS):
             choices, prompts = getattr(request, "n", None), prompts_of(request)
-            check_transfer(processor.vllm_config, asked, choices, prompts)
+            beams = bool(getattr(request, "use_beam_search", False))
+            check_transfer(processor.vllm_config, asked, choices, prompts, beams=beams)

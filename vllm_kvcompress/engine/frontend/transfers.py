@@ -30,8 +30,8 @@ def check_lookahead(config: VllmConfig, own: CompressionConfig | None) -> None:
     raise OverrideError(
         "not_allowed",
         "this server pulls prompts from another, and compresses them by their answers' first"
-        " tokens: kv_lookahead must be at least 1, got 0; ask for 1 or more, or for kv_compress"
-        " off",
+        " tokens: kv_lookahead must be at least 1, got 0; leave kv_lookahead out, or ask for"
+        " kv_compress off",
     )
 
 
@@ -40,6 +40,8 @@ def check_transfer(
     extra_args: Mapping[str, Any] | None,
     choices: int | None,
     prompts: int = 1,
+    *,
+    beams: bool = False,
 ) -> None:
     """Refuse to hand a prompt on to another server, and to pull one for several answers.
 
@@ -48,9 +50,11 @@ def check_transfer(
         extra_args: the request's.
         choices: how many answers it asks for.
         prompts: how many prompts it brings.
+        beams: whether its answers are searched for, by requests that pull nothing.
 
     Raises:
-        OverrideError: its blocks would be read where they are packed, or are gone.
+        OverrideError: its blocks would be read where they are packed, are gone, or are kept for
+            nobody.
     """
     asked = (extra_args or {}).get(PARAMETERS)
     if config.kv_transfer_config is None or not isinstance(asked, Mapping):
@@ -65,6 +69,13 @@ def check_transfer(
         raise OverrideError(
             "not_allowed",
             f"{PARAMETERS} are those of one prompt, got {prompts} prompts; send each by itself",
+        )
+    if asked.get("do_remote_prefill") and beams:
+        raise OverrideError(
+            "not_allowed",
+            "beam search makes other prompts of this one, and pulls none of them, so the prefill"
+            " server would keep its blocks for nobody; send it without use_beam_search, or without"
+            f" {PARAMETERS}",
         )
     if asked.get("do_remote_prefill") and (choices or 1) > 1:
         raise OverrideError(
@@ -102,9 +113,18 @@ class Pulls:
         self._by_prompt: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def check(
-        self, config: VllmConfig, extra_args: Mapping[str, Any] | None, request_id: str
+        self,
+        config: VllmConfig,
+        extra_args: Mapping[str, Any] | None,
+        request_id: str,
+        *,
+        begins: bool = False,
     ) -> None:
         """Refuse to pull a prompt that another request has pulled.
+
+        Args:
+            begins: a request begins here. Whoever asks again may give it the same id: routers do
+                that by `X-Request-Id`.
 
         Raises:
             OverrideError: its blocks may be another prompt's by now, or those of two requests.
@@ -116,7 +136,8 @@ class Pulls:
         if not asked.get("do_remote_prefill") or remote is None:
             return
         prompt = (str(asked.get("remote_engine_id")), str(remote))
-        if self._by_prompt.setdefault(prompt, request_id) != request_id:
+        known = begins and prompt in self._by_prompt
+        if known or self._by_prompt.setdefault(prompt, request_id) != request_id:
             if isinstance(asked, dict):
                 # vLLM would tell the prefill server to free what the other may still be pulling
                 asked["do_remote_prefill"] = False

@@ -111,7 +111,7 @@ def _untested(config: VllmConfig, settings: CompressionConfig) -> str | None:
         )
     if config.model_config.is_multimodal_model:
         return (
-            "prompts with images are not tested behind a connector; remove"
+            "models that take images are not tested behind a connector; remove"
             f" {_FLAG}, or serve this model without --kv-compress"
         )
     if config.speculative_config is not None:

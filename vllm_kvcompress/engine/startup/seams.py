@@ -67,6 +67,7 @@ SEAMS = (
         "(request)",
         "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion"
         "(request)",
+        "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens(request)",
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._with_kv_transfer_rejection_cleanup"
         "(awaitable, request, raw_request)",
     ),
