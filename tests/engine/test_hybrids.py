@@ -224,6 +224,21 @@ def test_an_answer_depends_on_its_own_tokens(more, alone, keep_async_scheduling)
         assert llm.free_blocks == free
 
 
+@first_runner
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_a_hit_ends_where_the_window_begins_though_another_prompt_begins_alike(
+    name, checkpoints_folder
+):
+    """One step computes the place where they part, and that where hits for this prompt end."""
+    common = tokens(300, seed=1)
+    other, prompt = common + tokens(200, seed=2), common + tokens(300, seed=3)
+    model, config = make(name, checkpoints_folder), settings("cake", 0.4)
+    with engine(model, additional_config=config, max_model_len=1024) as llm:
+        found = [llm.outputs([each], 3)[0].num_cached_tokens for each in (other, prompt, prompt)]
+    # of 600 tokens a window of 32 leaves 17 blocks
+    assert found == [0, 0, 17 * BLOCK]
+
+
 def test_a_conversation_is_cached_as_far_as_it_was_computed_whole(alone):
     """A turn holds the last one's answer, which windows saw behind a compressed prompt.
 

@@ -143,11 +143,20 @@ def test_these_blocks_are_vllms(name, cached, asked, block, model, aligned):
 
 
 @with_states
-@pytest.mark.parametrize(("asked", "block"), [("float32", 1056), ("bfloat16", 544)])
-def test_these_blocks_are_vllms_on_a_cpu(asked, block, model, aligned):
-    """Where 16 bits are asked for, linear attention sums in them."""
-    path = model("Qwen3-Next-80B")
-    config = aligned(configure(path, block_size=16, mamba_ssm_cache_dtype=asked))
+@pytest.mark.parametrize(
+    ("name", "asked", "block"),
+    [
+        ("Qwen3-Next-80B", "float32", 1056),
+        ("Qwen3-Next-80B", "bfloat16", 544),
+        ("Granite-4-H-small", "float32", 1040),
+        ("Granite-4-H-small", "bfloat16", 528),
+        ("Nemotron-H-8B", "float16", 528),
+    ],
+)
+def test_these_blocks_are_vllms_on_a_cpu(name, asked, block, model, aligned):
+    """Where 16 bits are asked for, layers sum in them."""
+    path, plain = model(name), {"enable_prefix_caching": "Qwen" in name}
+    config = aligned(configure(path, block_size=16, mamba_ssm_cache_dtype=asked, **plain))
     found = planned(path, state_dtype=asked, device="cpu", block_size=16).forecast
     assert config.cache_config.block_size == found.block_size == block
 

@@ -20,9 +20,8 @@ from test_lookahead import ahead
 from test_prompts_in_pieces import piecewise
 from test_reference import PROMPT, equals_the_reference, packed
 from vllm_kvcompress.engine.layers import other_layers_of
-from vllm_kvcompress.engine.startup import state_refusals
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.planning import model_traits
+from vllm_kvcompress.planning import model_traits, obstacles
 from vllm_kvcompress.settings.config import CompressionConfig
 
 pytestmark = with_states
@@ -54,7 +53,7 @@ def states_of_whole_steps():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
         served = model_traits.WITH_CACHED_STATES | {"GraniteMoeHybridForCausalLM"}
-        for module in (model_traits, state_refusals):
+        for module in (model_traits, obstacles):
             patch.setattr(module, "WITH_CACHED_STATES", served)
         yield
 
@@ -260,10 +259,7 @@ def record_guesses(llm):
 
 @first_runner
 def test_no_request_is_preempted_while_another_looks_ahead(checkpoints_folder):
-    """The next step's chunks are guessed without vLLM's cuts at the ends of blocks: never too few.
-
-    Too few blocks would let one be preempted for which a look-ahead could have given way.
-    """
+    """Too few blocks, guessed for the next step, would let one be for which another gives way."""
     kind = test_yielding.Kind(model="granite", pool=90, small=28)
     options = dict(blocks=1 + kind.pool, max_model_len=512, max_num_seqs=16)
     model, config = make(kind.model, checkpoints_folder), test_yielding.config()
@@ -277,6 +273,23 @@ def test_no_request_is_preempted_while_another_looks_ahead(checkpoints_folder):
     assert not watched.left
     assert all(taken <= guess for guess, taken in guesses)
     assert any(taken for _, taken in guesses)
+
+
+@first_runner
+def test_what_vllm_leaves_of_a_step_where_it_ends_a_chunk_is_others(checkpoints_folder):
+    """Behind a chunk that ends at a block, three that are short take a state of each group."""
+    options = dict(max_num_batched_tokens=64, max_model_len=1024)
+    config = ahead("cake", 0.3, lookahead=200)
+    with started(make("granite", checkpoints_folder), config, **options) as llm:
+        llm.submit("looking", PROMPTS[1], 200)
+        for _ in range(7):
+            llm.step()
+        guesses = record_guesses(llm)
+        for at, length in enumerate((900, 10, 10, 10)):
+            llm.submit(str(at), tokens(length, seed=at), 60)
+        llm.drain()
+    assert all(taken <= guess for guess, taken in guesses)
+    assert max(taken for _, taken in guesses) > 6
 
 
 @first_runner

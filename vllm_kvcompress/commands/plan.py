@@ -21,7 +21,12 @@ from vllm_kvcompress.commands.weights import weights_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
-from vllm_kvcompress.planning.obstacles import why_not_again, why_not_merged
+from vllm_kvcompress.planning.obstacles import (
+    why_not_again,
+    why_not_merged,
+    why_not_probed,
+    why_states_not_cached,
+)
 from vllm_kvcompress.planning.states import block_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import judging_ends
@@ -229,10 +234,15 @@ def _shape(options: PlanOptions, config: dict[str, Any], settings: CompressionCo
         options.dtype,
         cache_dtype=options.cache_dtype,
         disable_sliding_window=options.disable_sliding_window,
-        prefix_caching=options.prefix_caching,
+        prefix_caching=options.prefix_caching is not False,
     )
     traits = replace(traits_of(config), dtype=shape.dtype, cache=options.cache_dtype)
     if (reason := why_not_merged(settings, shape.cache, plain_cache(traits))) is not None:
+        raise ConfigError(reason)
+    if shape.groups.stateful and (reason := why_not_probed(settings)) is not None:
+        raise ConfigError(reason)
+    asked = options.prefix_caching is True and shape.groups.stateful
+    if asked and (reason := why_states_not_cached(config.get("architectures"))) is not None:
         raise ConfigError(reason)
     return shape
 

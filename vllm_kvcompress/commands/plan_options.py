@@ -106,13 +106,13 @@ class PlanOptions:
         ),
     ] = "auto"
     prefix_caching: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Without it a state takes one block of a request, and with it two where the model"
-            " can be served so.",
+            help="Without it a state takes one block of a request, and with it two. If neither is"
+            " given, it is on unless the model cannot be served so.",
         ),
-    ] = True
+    ] = None
     disable_sliding_window: Annotated[
         bool,
         typer.Option(

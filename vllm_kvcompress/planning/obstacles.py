@@ -1,7 +1,10 @@
 """Why an engine cannot pack anything more than once, in sentences."""
 
+from collections.abc import Iterable
+
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
+from vllm_kvcompress.planning.model_traits import WITH_CACHED_STATES
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of, probe_tokens
 
@@ -57,6 +60,31 @@ def why_not_merged(settings: CompressionConfig, stored: str | None, cure: str) -
                 f" quantise anew; choose a method that does not merge, or set {cure}"
             )
     return None
+
+
+def why_not_probed(settings: CompressionConfig) -> str | None:
+    """Why prompts in pieces cannot be probed where layers keep a state; None if none would be."""
+    if settings.max_whole is None or not any(map(probe_tokens, settings.variants)):
+        return None
+    return (
+        "a probe's rows would advance the states, which cannot be taken back; set --kv-probe 0,"
+        f" got {settings.probe}"
+        + (f" with --kv-probe-first {settings.probe_first}" if settings.probe_first else "")
+    )
+
+
+def why_states_not_cached(architectures: Iterable[str] | None) -> str | None:
+    """Why the prefix cache must be off for a model whose layers keep a state; None if it may be on.
+
+    Args:
+        architectures: the model's names in its configuration.
+    """
+    if WITH_CACHED_STATES & set(architectures or ()):
+        return None
+    return (
+        "states that are kept inside a step are not tested, since vLLM's own CPU build ends"
+        " there (IndexError in mamba_mixer2.py); add --no-enable-prefix-caching"
+    )
 
 
 def why_no_room_for_probe(

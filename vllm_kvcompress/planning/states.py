@@ -32,7 +32,7 @@ def block_of(
         asked: tokens of the block that was asked for, or vLLM's own: the block is a multiple.
         state_dtype: what the layers sum in, as ``--mamba-ssm-cache-dtype`` takes it.
         on_cpu: where vLLM sums in float32, if the processor has instructions for bfloat16, unless
-            layers of linear attention are asked for 16 bits.
+            16 bits are asked for.
     """
     state = state_bytes(text, ranks, itemsize, state_dtype=state_dtype, on_cpu=on_cpu)
     return asked * -(-state // (asked * token))
@@ -46,8 +46,7 @@ def state_bytes(
     Raises:
         ConfigError: the config lacks a figure.
     """
-    linear = "linear_num_value_heads" in text
-    if linear:
+    if "linear_num_value_heads" in text:
         keys, values = (_of(text, f"linear_num_{part}_heads") for part in ("key", "value"))
         of_key, of_value = (_of(text, f"linear_{part}_head_dim") for part in ("key", "value"))
         inputs, kernel = 2 * keys * of_key + values * of_value, _of(text, "linear_conv_kernel_dim")
@@ -68,7 +67,7 @@ def state_bytes(
     if state_dtype != "auto":
         dtype = state_dtype
     wide = _ITEMSIZE.get(str(dtype), itemsize)
-    if on_cpu and not (linear and dtype in ("float16", "bfloat16")):
+    if on_cpu and dtype not in ("float16", "bfloat16"):
         wide = 4
     return inputs // ranks * (kernel - 1) * itemsize + summed // ranks * wide
 

@@ -199,10 +199,12 @@ class Coordination:
         would be another prompt's.
         """
         tokens = self.manager.cacheable(request.request_id, num_computed_tokens)
-        done = self._cache_blocks(request, tokens, *args, **kwargs)
         told = int(request.shared_prefix_boundary)
-        if 0 < told <= num_computed_tokens < request.num_tokens:
-            # The state where another prompt parts from this one is kept, and vLLM stops at one such
-            # place alone: the next is where hits for this prompt end.
+        cached = int(self.manager.num_cached_block.get(request.request_id, 0))
+        if cached * int(self.manager.block_size) < told <= tokens:
+            # What stands before the place where another prompt parts from this one is kept, and
+            # vLLM knows of one such place alone: the next is where hits for this prompt end. A step
+            # that computes both, as with windows, has to keep both.
+            self._cache_blocks(request, told, *args, **kwargs)
             request.shared_prefix_boundary = max(told, self._last_hit(request))
-        return done
+        return self._cache_blocks(request, tokens, *args, **kwargs)

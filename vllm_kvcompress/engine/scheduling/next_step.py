@@ -89,8 +89,20 @@ class NextStep:
             taken = self._manager.destination_blocks(request_id, computed + new, ())
             destinations += taken.too_few + taken.others
             # a limit per chunk depends on who waits, so what it leaves to others is not known
-            room -= new + probe if cap >= room else 1
+            room -= self._scheduled(request, computed, new) + probe if cap >= room else 1
         return destinations
+
+    def _scheduled(self, request: Request, computed: int, new: int) -> int:
+        """So many of its tokens at least: what vLLM leaves of a chunk is other requests' room.
+
+        It ends chunks where a state is to be kept. Then a request behind it may come to a block's
+        end, and take a state of each group that this one does not.
+        """
+        scheduler = self._scheduler
+        if new <= 1 or not getattr(scheduler, "need_mamba_block_aligned_split", False):
+            return new
+        further = computed - int(request.num_computed_tokens)
+        return int(scheduler._mamba_block_aligned_split(request, new, further))
 
     def _with_drafts(self, request: Request, computed: int, new: int, known: int) -> int:
         """So many tokens of a request, and the drafts that vLLM may put behind the last known one.

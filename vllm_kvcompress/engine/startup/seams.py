@@ -192,6 +192,13 @@ SEAMS = (
         f"{_SCHEDULER}.make_stats",
     ),
     *seams(
+        "scheduling.next_step",
+        "use",
+        _CALLED,
+        f"{_SCHEDULER}._mamba_block_aligned_split"
+        "(request, num_new_tokens, num_new_local_computed_tokens)",
+    ),
+    *seams(
         "scheduling.coordination",
         "wrap",
         "vLLM's managers are told whose prefix they look up",

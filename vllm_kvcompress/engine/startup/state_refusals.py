@@ -7,9 +7,8 @@ from packaging.specifiers import SpecifierSet
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.engine.layers import groups_of
-from vllm_kvcompress.planning.model_traits import WITH_CACHED_STATES
+from vllm_kvcompress.planning.obstacles import why_not_probed, why_states_not_cached
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import probe_tokens
 
 TESTED = SpecifierSet(">=0.32,<0.33")
 
@@ -29,12 +28,7 @@ def _reasons(config: VllmConfig, settings: CompressionConfig) -> Iterator[str | 
         _beside,
     )
     yield from (check(config) for check in checks)
-    if settings.max_whole is not None and any(map(probe_tokens, settings.variants)):
-        yield (
-            "a probe's rows would advance the states, which cannot be taken back; set --kv-probe 0,"
-            f" got {settings.probe}"
-            + (f" with --kv-probe-first {settings.probe_first}" if settings.probe_first else "")
-        )
+    yield why_not_probed(settings)
 
 
 def _version(config: VllmConfig) -> str | None:
@@ -47,13 +41,11 @@ def _version(config: VllmConfig) -> str | None:
 
 
 def _prefix_cache(config: VllmConfig) -> str | None:
-    cache, names = config.cache_config, config.model_config.architectures or []
+    cache = config.cache_config
     mode = getattr(cache, "mamba_cache_mode", "none")
-    if mode == "align" and not WITH_CACHED_STATES & set(names):
-        return (
-            "states that are kept inside a step are not tested, since vLLM's own CPU build ends"
-            " there (IndexError in mamba_mixer2.py); add --no-enable-prefix-caching"
-        )
+    inside = why_states_not_cached(config.model_config.architectures)
+    if mode == "align" and inside is not None:
+        return inside
     if mode == "align" and getattr(cache, "prefix_match_unit", None) is not None:
         return "prefix-cache hits inside a block are not tested; remove --prefix-match-unit"
     if getattr(cache, "enable_mamba_shared_prefix_checkpoint", False):
