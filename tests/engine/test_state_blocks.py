@@ -144,6 +144,32 @@ def test_these_blocks_are_vllms(name, cached, asked, block, model, aligned):
 
 @with_states
 @pytest.mark.parametrize(
+    ("name", "more", "ranks", "block"),
+    [
+        ("Qwen3-Next-80B", {}, 4, 272),
+        # its one group is on every rank, and shows where much of a state is for the convolution
+        ("Nemotron-H-8B", {"n_groups": 1, "conv_kernel": 400}, 4, 2832),
+        ("Nemotron-H-8B", {}, 2, 1040),
+        ("Granite-4-H-small", {}, 4, 528),
+        ("Granite-4-H-small", {"mamba_d_head": "auto"}, 1, 528),
+        # which it does not read
+        ("Qwen3-Next-80B", {"mamba_ssm_dtype": "float32"}, 1, 544),
+    ],
+)
+def test_these_blocks_are_vllms_on_each_of_several_ranks(
+    name, more, ranks, block, aligned, tmp_path
+):
+    config = {**REAL[name], **more, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = configure(str(tmp_path), block_size=16, enable_prefix_caching=False)
+    config.parallel_config.tensor_parallel_size = ranks
+    config.cache_config.mamba_ssm_cache_dtype = "float32" if "Nemotron" in name else "auto"
+    found = planned(str(tmp_path), prefix_caching=False, ranks=ranks).forecast
+    assert aligned(config).cache_config.block_size == found.block_size == block
+
+
+@with_states
+@pytest.mark.parametrize(
     ("name", "asked", "block"),
     [
         ("Qwen3-Next-80B", "float32", 1056),
