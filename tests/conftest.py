@@ -99,12 +99,10 @@ def tool() -> Callable[[str, str], str]:
 @pytest.fixture(scope="session")
 def states_are_served() -> None:
     """Skip where this vLLM is refused for models whose layers keep a state."""
-    import vllm
+    from engines import serves_states
 
-    from vllm_kvcompress.engine.startup.state_refusals import TESTED
-
-    if not TESTED.contains(vllm.__version__, prereleases=True):
-        pytest.skip(f"with states, vLLM {vllm.__version__} is refused by name")
+    if not serves_states():
+        pytest.skip("this vLLM is refused by name for models whose layers keep a state")
 
 
 @pytest.fixture(autouse=True)

@@ -22,11 +22,20 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 # Marks a test that would show nothing more on Model Runner V2.
 first_runner = pytest.mark.skipif(V2, reason="nothing in it depends on the model runner")
-# Marks a test of models whose layers keep a state: on any other vLLM they are refused by name.
+# Marks a test of models whose layers keep a state, which `serves_states` is about.
 with_states = pytest.mark.usefixtures("states_are_served")
 BLOCK = 32
 # KV blocks of an engine that asks for no other number. vLLM would fill a gigabyte with zeros.
 BLOCKS = 1 + 1024
+
+
+def serves_states() -> bool:
+    """Whether this vLLM is accepted for models whose layers keep a state; any other is refused."""
+    import vllm
+
+    from vllm_kvcompress.engine.startup.state_refusals import TESTED
+
+    return TESTED.contains(vllm.__version__, prereleases=True)
 
 
 def prepare_model_runner() -> None:
