@@ -19,7 +19,8 @@ from vllm_kvcompress.engine.messages.spans import spans_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
-NAMES = ["qwen3-vl"] if V2 else list(FAMILIES)
+# the mixture differs from these in no more than what is behind attention
+NAMES = ["qwen3-vl"] if V2 else ["qwen2.5-vl", "qwen3-vl"]
 IMAGE = ID["<|image_pad|>"]
 NEW = 12
 COLUMNS, ROWS = 12, 10
