@@ -299,6 +299,11 @@ class Engine:
     def running(self) -> list[Any]:
         return list(self.scheduler.running)
 
+    def preempt(self, request: Any) -> None:
+        """Take all that a running request holds, as vLLM does where the pool is short."""
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, 0.0)
+
 
 @functools.cache
 def inspect_models_here() -> None:

@@ -25,7 +25,7 @@ SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
 DECODE = [
     *("--kv-compress", "cake-chunk", "--kv-budget", "0.3", "--kv-lookahead", str(M)),
     *("--kv-min-prompt", "128", "--kv-allow-override", "off,cake-chunk,snapkv", "--kv-usage"),
-    "--enable-scale-out",
+    "--enable-scale-out",  # /inference/v1/generate
 ]
 PROMPTS = [
     tokens(LENGTH, seed=1),
@@ -150,6 +150,7 @@ def computed_here(model):
 
 
 def pulling(model, monkeypatch, *, policy="fail", own=SETTINGS, **options):
+    """An engine in this process that pulls its prompts, with `own` settings of compression."""
     for name, value in nixl().items():
         monkeypatch.setenv(name, value)
     worker = importlib.import_module(WORKER)

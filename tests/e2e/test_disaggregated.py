@@ -173,15 +173,19 @@ def refuses_two(decode, prefill, path, several):
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"n": 2, "temperature": 1.0}, {"extra_args": {"kv_lookahead": 0}}],
+    ("asked", "message"),
+    [
+        ({"n": 2, "temperature": 1.0}, "got n=2"),
+        ({"extra_args": {"kv_lookahead": 0}}, "kv_lookahead must be at least 1, got 0"),
+    ],
     ids=["two answers", "no look-ahead"],
 )
-def test_what_is_refused_of_tokens_is_told_too(asked, prefill, decode):
+def test_what_is_refused_of_tokens_is_told_too(asked, message, prefill, decode):
     pull = {"kv_transfer_params": prefilled(prefill, body(PROMPTS[0]))}
     sent = {"model": "demo", "token_ids": PROMPTS[0], "sampling_params": asked | {"max_tokens": 9}}
     answer = httpx.post(f"{decode.url}/inference/v1/generate", json=sent | pull, timeout=300)
     assert answer.status_code == 400, answer.text
+    assert message in answer.text
     gives_back(prefill, decode)
 
 

@@ -88,10 +88,8 @@ def one_is_preempted(llm):
         for request in llm.running():
             first = request.request_id.startswith("0")
             if first and request.num_output_tokens == M + 4 and not preempted:
-                # as vLLM does where the pool is short
                 preempted = True
-                llm.scheduler.running.remove(request)
-                llm.scheduler._preempt_request(request, 0.0)
+                llm.preempt(request)
     assert preempted
     return {key.split("-")[0]: answer for key, answer in done.items()}
 

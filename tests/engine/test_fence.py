@@ -171,7 +171,5 @@ def test_who_leaves_while_a_step_is_under_way_keeps_its_blocks_until_it_is_over(
 def leave(llm, request, how):
     if how == "aborted":
         llm.llm.llm_engine.abort_request([request.request_id], internal=True)
-        return
-    # as vLLM does where the pool is short
-    llm.scheduler.running.remove(request)
-    llm.scheduler._preempt_request(request, 0.0)
+    else:
+        llm.preempt(request)

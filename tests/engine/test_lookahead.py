@@ -365,8 +365,7 @@ def test_preempted_it_finds_its_answer_in_the_cache(checkpoints_folder):
         llm.submit("r", PROMPTS[2], new)
         while llm.step() is not None and llm.running()[0].num_output_tokens < m - 3:
             pass
-        request = llm.scheduler.running.pop()
-        llm.scheduler._preempt_request(request, 0.0)
+        llm.preempt(llm.running()[0])
         assert [*llm.drain().values()] == want
     due = len(PROMPTS[2]) + m
     # 457 tokens were there, and 28 blocks of them

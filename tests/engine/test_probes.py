@@ -256,9 +256,9 @@ def test_a_stage_that_was_not_told_the_last_token_hears_of_it(checkpoints_folder
         llm.submit("r", prompt, 60)
         while llm.step() is not None and llm.running()[0].num_output_tokens < 20:
             pass
-        request = llm.scheduler.running.pop()
+        (request,) = llm.running()
         ids = list(request.all_token_ids)
-        llm.scheduler._preempt_request(request, 0.0)
+        llm.preempt(request)
         llm.scheduler.prev_step_scheduled_req_ids.clear()  # nobody resumes in the next step
         state = llm.worker.model_runner.requests[request.request_id]
         assert state.output_token_ids.pop() == ids[-1]

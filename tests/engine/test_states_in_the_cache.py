@@ -185,7 +185,7 @@ def preempt(llm):
         return blocks, tokens, *more
 
     (request,) = llm.running()
-    llm.scheduler._preempt_request(llm.scheduler.running.pop(), 0.0)
+    llm.preempt(request)
     cache.get_computed_blocks = looking
     while not request.num_computed_tokens:
         llm.step()

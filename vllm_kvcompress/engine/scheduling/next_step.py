@@ -99,7 +99,7 @@ class NextStep:
         end, and take a state of each group that this one does not.
         """
         scheduler = self._scheduler
-        if new <= 1 or not getattr(scheduler, "need_mamba_block_aligned_split", False):
+        if new <= 1 or not scheduler.need_mamba_block_aligned_split:
             return new
         further = computed - int(request.num_computed_tokens)
         return int(scheduler._mamba_block_aligned_split(request, new, further))
