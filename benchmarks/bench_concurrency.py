@@ -124,9 +124,16 @@ def main() -> None:
     model = str(Path(args.model).resolve())
     ids = AutoTokenizer.from_pretrained(model).encode(english())
     flags = [
-        *("--served-model-name", "demo", "--enforce-eager", "--no-enable-prefix-caching"),
-        *("--max-model-len", str(args.prompt + args.tokens + BLOCK), "--dtype", args.dtype),
-        *("--num-gpu-blocks-override", str(args.blocks + 1)),
+        "--served-model-name",
+        "demo",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--max-model-len",
+        str(args.prompt + args.tokens + BLOCK),
+        "--dtype",
+        args.dtype,
+        "--num-gpu-blocks-override",
+        str(args.blocks + 1),
     ]
     result: dict[str, Any] = {
         "machine": machine(),

@@ -48,15 +48,27 @@ DEMO_MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
 
 # The files that take longest, so that they start first and neither worker is idle at the end.
 LONGEST = (
-    *("engine/test_model_runner_v2", "kernels/test_in_interpreter"),
-    *("e2e/test_tensor_parallel", "e2e/test_pipeline_parallel", "deploy/test_image"),
-    *("engine/test_soak", "engine/test_hybrids", "e2e/test_server", "e2e/test_faults"),
-    *("e2e/test_disaggregated", "e2e/test_overrides", "engine/test_quantised"),
+    "engine/test_model_runner_v2",
+    "kernels/test_in_interpreter",
+    "e2e/test_tensor_parallel",
+    "e2e/test_pipeline_parallel",
+    "deploy/test_image",
+    "engine/test_soak",
+    "engine/test_hybrids",
+    "e2e/test_server",
+    "e2e/test_faults",
+    "e2e/test_disaggregated",
+    "e2e/test_overrides",
+    "engine/test_quantised",
     "e2e/test_pulling_engines",
-    *("e2e/test_data_parallel", "cli/test_doctor"),
-    *("deploy/test_prometheus", "e2e/test_serve_methods"),
-    *("benchmarks/test_gpu_run", "kernels/test_report"),
-    *("cli/test_running_server", "engine/test_features"),
+    "e2e/test_data_parallel",
+    "cli/test_doctor",
+    "deploy/test_prometheus",
+    "e2e/test_serve_methods",
+    "benchmarks/test_gpu_run",
+    "kernels/test_report",
+    "cli/test_running_server",
+    "engine/test_features",
 )
 
 

@@ -122,10 +122,20 @@ def _node(
     folder.mkdir()
     write_site(folder, DEVICE_NAMED + site)
     options = (
-        *("--block", "--num-cpus", "1", "--num-gpus", "1", "--disable-usage-stats"),
-        *("--object-store-memory", str(80 * 2**20)),
-        *("--min-worker-port", "0", "--max-worker-port", "0"),
-        *("--dashboard-agent-listen-port", str(free_port())),
+        "--block",
+        "--num-cpus",
+        "1",
+        "--num-gpus",
+        "1",
+        "--disable-usage-stats",
+        "--object-store-memory",
+        str(80 * 2**20),
+        "--min-worker-port",
+        "0",
+        "--max-worker-port",
+        "0",
+        "--dashboard-agent-listen-port",
+        str(free_port()),
     )
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(

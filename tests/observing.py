@@ -26,7 +26,9 @@ def observe_rows(method, rows, query, window, at_once, sums=None, latest=None):
 def kept_slots(scores, rows, counts, window, block_size, most_pages, selector, tail=0):
     """Slots that each row keeps in its pages."""
     return choose(
-        *(scores, rows.lengths, counts),
+        scores,
+        rows.lengths,
+        counts,
         window=window,
         tail=tail,
         block_size=block_size,

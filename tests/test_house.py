@@ -7,15 +7,6 @@ from pkgutil import iter_modules
 import vllm_kvcompress
 
 ROOT = Path(__file__).parents[1]
-CODE = ("vllm_kvcompress", "kernels", "tests", "benchmarks", "packaging", "docker", "docs")
-LONGEST = 400  # lines: a longer file is about more than one idea
-
-
-def test_no_file_is_about_more_than_one_idea():
-    files = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 200
-    lengths = {path: len(path.read_text().splitlines()) for path in files}
-    assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
 
 
 def test_every_module_but_the_engine_is_kept_from_vllm():

@@ -25,8 +25,14 @@ import no_videos
 from checkpoints import EXPERTS, VOCAB
 
 SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 )
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 ID = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}

@@ -229,7 +229,10 @@ def _collect(
         as_it_was = [x[layer].gather(1, index) for x in (keys, values)]
         if method.merge:
             merged = merge_evicted(
-                *(rows.key_pages, rows.value_pages, rows.pages[layer : layer + 1], plan.tokens),
+                rows.key_pages,
+                rows.value_pages,
+                rows.pages[layer : layer + 1],
+                plan.tokens,
                 kept[None],
                 torch.full((1,), count, dtype=torch.int32, device=kept.device),
                 least=count,

@@ -105,7 +105,9 @@ class Scored:
                 added = [sums[layer] for layer in self.layers]
             self._observed[key] = [
                 method.observe(
-                    *(place, plan.window, windows[layer] if windows else None),
+                    place,
+                    plan.window,
+                    windows[layer] if windows else None,
                     None if added is None else added[layer][None],
                 )[0]
                 for layer, place in enumerate(places)

@@ -61,8 +61,18 @@ def run_tests(made: Environment, tests: list[str], folder: Path) -> Result:
     results = folder / f"results-{made.vllm}.xml"
     results.unlink(missing_ok=True)
     command = [
-        *(made.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={results}"),
-        *("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", *tests),
+        made.python,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--junit-xml={results}",
+        "--numprocesses",
+        "2",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        *tests,
     ]
     own = {
         "OMP_NUM_THREADS": "1",

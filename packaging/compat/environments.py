@@ -36,10 +36,23 @@ OVERLAY = "Python files over the lock's CPU extensions"
 # builds beside a CPU torch, and what its wheel for CUDA needs there. torch itself is the lock's.
 NOT_ON_CPU = frozenset(
     {
-        *("torch", "torchaudio", "torchcodec", "torchvision", "triton"),
-        *("apache-tvm-ffi", "fastsafetensors", "flashinfer-python", "humming-kernels"),
-        *("instanttensor", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvtx"),
-        *("pynvvideocodec", "quack-kernels", "tilelang", "tokenspeed-mla"),
+        "torch",
+        "torchaudio",
+        "torchcodec",
+        "torchvision",
+        "triton",
+        "apache-tvm-ffi",
+        "fastsafetensors",
+        "flashinfer-python",
+        "humming-kernels",
+        "instanttensor",
+        "nvidia-cudnn-frontend",
+        "nvidia-cutlass-dsl",
+        "nvtx",
+        "pynvvideocodec",
+        "quack-kernels",
+        "tilelang",
+        "tokenspeed-mla",
     }
 )
 

@@ -55,10 +55,15 @@ def test_dry_run_of_the_tokens(monkeypatch, tmp_path):
     assert [name for name in checks if name.startswith(every)] == [
         every + name
         for name in (
-            *("compressed", "pieces packed", "judged by answers", "answers packed again"),
-            *("requests compressed while syncs were counted", "host syncs made by the plugin"),
+            "compressed",
+            "pieces packed",
+            "judged by answers",
+            "answers packed again",
+            "requests compressed while syncs were counted",
+            "host syncs made by the plugin",
             "host syncs more than without the plugin",
-            *("vLLM: decode steps in FULL graphs", "plugin: decode steps in FULL graphs"),
+            "vLLM: decode steps in FULL graphs",
+            "plugin: decode steps in FULL graphs",
         )
     ]
     assert [row["engine"] for row in found["tables"]["engines"]] == ["vLLM", "plugin"]

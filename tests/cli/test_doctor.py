@@ -23,9 +23,21 @@ from vllm_kvcompress.settings.config import CompressionConfig
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TINY = [
-    *("--kv-min-prompt", "128", "--timeout", "1500", "--", "--enforce-eager", "--block-size", "32"),
-    *("--dtype", "float32", "--max-model-len", "2048", "--skip-tokenizer-init"),
-    *("--num-gpu-blocks-override", "129"),
+    "--kv-min-prompt",
+    "128",
+    "--timeout",
+    "1500",
+    "--",
+    "--enforce-eager",
+    "--block-size",
+    "32",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "2048",
+    "--skip-tokenizer-init",
+    "--num-gpu-blocks-override",
+    "129",
 ]
 WELL = ["versions", "plugin", "seams", "model", "engine", "classes", "worker", "blocks", "pool"]
 

@@ -14,8 +14,17 @@ prepare_model_runner()
 SHOWN = 12 * 10
 FIRST = len(["<|im_start|>", *"user\n", "<|vision_start|>"])  # the picture's first token
 FLAGS = (
-    *("--enforce-eager", "--block-size", "32", "--dtype", "float32", "--max-model-len", "1024"),
-    *("--num-gpu-blocks-override", "65", "--limit-mm-per-prompt", '{"video": 0}'),
+    "--enforce-eager",
+    "--block-size",
+    "32",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "1024",
+    "--num-gpu-blocks-override",
+    "65",
+    "--limit-mm-per-prompt",
+    '{"video": 0}',
 )
 
 

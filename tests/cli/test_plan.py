@@ -200,8 +200,15 @@ def test_the_command_prints_the_same_without_vllm(run, tiny):
         *(
             (
                 [
-                    *("TINY", "--len", 2000, "--kv-cache-dtype", "fp8", "--kv-compress", "d2o"),
-                    *("--dtype", dtype),
+                    "TINY",
+                    "--len",
+                    2000,
+                    "--kv-cache-dtype",
+                    "fp8",
+                    "--kv-compress",
+                    "d2o",
+                    "--dtype",
+                    dtype,
                 ],
                 "merges tokens, which a KV cache in fp8 would have to quantise anew; choose a"
                 " method that does not merge, or set --kv-cache-dtype auto",

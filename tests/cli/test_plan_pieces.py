@@ -5,9 +5,24 @@ import pytest
 from engines import BLOCK
 
 FLAGS = (
-    *("--len", 2000, "--max-tokens", 70, "--kv-budget", 0.2, "--kv-compress", "snapkv"),
-    *("--block-size", BLOCK, "--dtype", "float32", "--device", "cpu"),
-    *("--kv-min-prompt", 500, "--kv-piece", 256),
+    "--len",
+    2000,
+    "--max-tokens",
+    70,
+    "--kv-budget",
+    0.2,
+    "--kv-compress",
+    "snapkv",
+    "--block-size",
+    BLOCK,
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--kv-min-prompt",
+    500,
+    "--kv-piece",
+    256,
 )
 
 

@@ -9,8 +9,13 @@ from forks import serve_forking
 from loopback import exported, server
 
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "4096", "--num-gpu-blocks-override", "65"),
-    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--num-gpu-blocks-override",
+    "65",
+    "--dtype",
+    "float32",  # the faster one where a CPU has no instructions for bfloat16
 ]
 COMPRESSED = [
     *FLAGS, "--served-model-name", "demo", "--kv-compress", "cake", "--kv-budget", "0.2",

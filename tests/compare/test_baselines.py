@@ -17,8 +17,15 @@ def asked(compare, fake, tmp_path):
     def asking(*more):
         write_prompts(tmp_path / "mine.jsonl", range(10))
         return compare(
-            *("--url", fake.url, "--prompts", "mine.jsonl", "--methods", "snapkv"),
-            *("--max-drop", "0.3", *more),
+            "--url",
+            fake.url,
+            "--prompts",
+            "mine.jsonl",
+            "--methods",
+            "snapkv",
+            "--max-drop",
+            "0.3",
+            *more,
         )
 
     return asking
@@ -39,7 +46,8 @@ def beside(*budgets, asked=10):
 def test_they_are_asked_at_each_budget_and_stand_last(asked, fake, tmp_path):
     done = asked("--budgets", "0.5,0.2")
     assert rows(report(tmp_path)) == [
-        *(("snapkv", 0.5, False, 10), ("snapkv", 0.2, False, 10)),
+        ("snapkv", 0.5, False, 10),
+        ("snapkv", 0.2, False, 10),
         *beside(0.5, 0.2),
     ]
     methods = [b["vllm_xargs"]["kv_compress"] for b in fake.prompts]
@@ -84,7 +92,9 @@ def test_whoever_is_named_is_a_method_as_any_other(asked, tmp_path):
         "lookahead": None,
     }
     assert [row[:3] for row in rows(report(tmp_path))] == [
-        *(("random", 0.2, False), ("snapkv", 0.2, False), ("streamingllm", 0.2, True))
+        ("random", 0.2, False),
+        ("snapkv", 0.2, False),
+        ("streamingllm", 0.2, True),
     ]
 
 

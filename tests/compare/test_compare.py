@@ -62,8 +62,20 @@ def test_it_finds_what_each_method_forgets(asked, tmp_path):
 def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake, tmp_path):
     write_prompts(tmp_path / "mine.jsonl", range(2))
     done = compare(
-        *("--url", fake.url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.2"),
-        *("--lookaheads", "0,32", "--protect", "tools, system", "--no-baselines", "--keep-text"),
+        "--url",
+        fake.url,
+        "--prompts",
+        "mine.jsonl",
+        "--methods",
+        "snapkv",
+        "--budgets",
+        "0.2",
+        "--lookaheads",
+        "0,32",
+        "--protect",
+        "tools, system",
+        "--no-baselines",
+        "--keep-text",
     )
     assert "snapkv ahead 32" in done.out
     # names take the lines that they need, and no figure is cut off
@@ -86,8 +98,11 @@ def test_each_method_is_asked_with_every_look_ahead_and_protection(compare, fake
     ] == [(way["kv_lookahead"], way["kv_protect"], 2, 2) for way in ways]
     texts = (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
     assert {json.loads(line)["cell"] for line in texts} == {
-        *("off", "snapkv ahead 0 0.2", "snapkv ahead 0 + system,tools 0.2"),
-        *("snapkv ahead 32 0.2", "snapkv ahead 32 + system,tools 0.2"),
+        "off",
+        "snapkv ahead 0 0.2",
+        "snapkv ahead 0 + system,tools 0.2",
+        "snapkv ahead 32 0.2",
+        "snapkv ahead 32 + system,tools 0.2",
     }
 
 
@@ -256,13 +271,23 @@ def test_without_matplotlib_the_rest_is_there(asked, tmp_path, monkeypatch):
     assert done.status == 1
     assert "no picture: it needs matplotlib; run pip install matplotlib" in done.err
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("report.json", "report.md", "journal.jsonl", "run.json")
+        "report.json",
+        "report.md",
+        "journal.jsonl",
+        "run.json",
     }
 
 
 def test_built_in_tasks(compare, fake, tmp_path):
     done = compare(
-        *("--url", fake.url, "--tasks", "niah-single,key-values", "--length", 400, "--count", 2),
+        "--url",
+        fake.url,
+        "--tasks",
+        "niah-single,key-values",
+        "--length",
+        400,
+        "--count",
+        2,
         *CELLS,
     )
     assert done.status == 1, done.err
@@ -277,8 +302,19 @@ def test_built_in_tasks(compare, fake, tmp_path):
 
 def test_an_earlier_turn_is_asked_before_its_chat_in_the_same_cache(compare, fake):
     compare(
-        *("--url", fake.url, "--tasks", "two-turns", "--length", "200", "--count", "2"),
-        *("--methods", "cake", "--budgets", "0.5", "--no-baselines"),
+        "--url",
+        fake.url,
+        "--tasks",
+        "two-turns",
+        "--length",
+        "200",
+        "--count",
+        "2",
+        "--methods",
+        "cake",
+        "--budgets",
+        "0.5",
+        "--no-baselines",
     )
     by_salt: dict[str, list] = {}
     for body in fake.prompts:

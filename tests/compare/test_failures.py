@@ -19,7 +19,7 @@ def asked(compare, fake, tmp_path):
     def asking(*more):
         write_prompts(tmp_path / "mine.jsonl", range(10))
         return compare(
-            *("--url", fake.url, "--prompts", "mine.jsonl", "--concurrency", 1), *CELLS, *more
+            "--url", fake.url, "--prompts", "mine.jsonl", "--concurrency", 1, *CELLS, *more
         )
 
     return asking

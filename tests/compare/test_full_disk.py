@@ -28,8 +28,17 @@ def asked(compare, fake, tmp_path):
         write_prompts(tmp_path / "mine.jsonl", range(count))
         with files_of_at_most(limit):
             return compare(
-                *("--url", fake.url, "--prompts", "mine.jsonl", "--concurrency", 1),
-                *("--methods", "snapkv", "--budgets", "0.2", *more),
+                "--url",
+                fake.url,
+                "--prompts",
+                "mine.jsonl",
+                "--concurrency",
+                1,
+                "--methods",
+                "snapkv",
+                "--budgets",
+                "0.2",
+                *more,
             )
 
     return asking

@@ -19,9 +19,20 @@ from vllm_kvcompress.serving.exposition import Host, Unreachable, error_message
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "127.0.0.1:8000", "ftp://host", "http://", "http://:8000", "http://host:port"),
-        *("http://host:70000", "http://host:0", "http://[::1", "http://host/v1", "http://a b"),
-        *("http://host\n", "http://host?x", "http://host#x"),
+        "",
+        "127.0.0.1:8000",
+        "ftp://host",
+        "http://",
+        "http://:8000",
+        "http://host:port",
+        "http://host:70000",
+        "http://host:0",
+        "http://[::1",
+        "http://host/v1",
+        "http://a b",
+        "http://host\n",
+        "http://host?x",
+        "http://host#x",
     ],
 )
 def test_an_address_that_is_none(url):

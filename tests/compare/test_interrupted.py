@@ -21,8 +21,19 @@ SCRIPT = (
 def start(fake, folder):
     return subprocess.Popen(
         [
-            *(sys.executable, "-c", SCRIPT, "compare", "--url", fake.url),
-            *("--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.5,0.2", "--json"),
+            sys.executable,
+            "-c",
+            SCRIPT,
+            "compare",
+            "--url",
+            fake.url,
+            "--prompts",
+            "mine.jsonl",
+            "--methods",
+            "snapkv",
+            "--budgets",
+            "0.5,0.2",
+            "--json",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -18,8 +18,17 @@ from vllm_kvcompress.serving.text import english
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "2048", "--dtype", "float32"),
-    *("--num-gpu-blocks-override", "65", "--kv-min-prompt", "256", "--served-model-name", "it"),
+    "--enforce-eager",
+    "--max-model-len",
+    "2048",
+    "--dtype",
+    "float32",
+    "--num-gpu-blocks-override",
+    "65",
+    "--kv-min-prompt",
+    "256",
+    "--served-model-name",
+    "it",
 ]
 BUDGETS = (0.5, 0.2)
 
@@ -69,8 +78,15 @@ def test_it_reports_what_the_server_answers(url, compare, tmp_path):
     lines = [json.dumps({"prompt": p, "max_tokens": 12}) for p in prompts]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     done = compare(
-        *("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--json"),
-        *("--budgets", ",".join(map(str, BUDGETS))),
+        "--url",
+        url,
+        "--prompts",
+        "mine.jsonl",
+        "--methods",
+        "snapkv",
+        "--json",
+        "--budgets",
+        ",".join(map(str, BUDGETS)),
     )
     assert done.status == 1, done.err
     found = json.loads(done.out)
@@ -113,7 +129,7 @@ def test_it_reports_what_the_server_answers(url, compare, tmp_path):
 def test_a_budget_that_the_server_refuses(url, compare, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n')
     done = compare(
-        *("--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.1")
+        "--url", url, "--prompts", "mine.jsonl", "--methods", "snapkv", "--budgets", "0.1"
     )
     assert done.status == 2
     assert "the server refuses snapkv 0.1: kv_budget must be between 0.2 and 0.5" in done.err
@@ -129,9 +145,22 @@ def test_tests_of_trust_are_asked_as_a_server_takes_them(url, compare, tmp_path)
     """Tools without a parser for their calls, results of tools, and a second turn of a chat."""
     before = hits(url)
     done = compare(
-        *("--url", url, "--tasks", "secret,json,tool-call,two-turns", "--length", "1100"),
-        *("--count", "2", "--methods", "snapkv", "--budgets", "0.5", "--no-baselines", "--no-kl"),
-        *("--json", "--keep-text"),
+        "--url",
+        url,
+        "--tasks",
+        "secret,json,tool-call,two-turns",
+        "--length",
+        "1100",
+        "--count",
+        "2",
+        "--methods",
+        "snapkv",
+        "--budgets",
+        "0.5",
+        "--no-baselines",
+        "--no-kl",
+        "--json",
+        "--keep-text",
     )
     assert done.status == 1, done.err
     found = json.loads(done.out)
@@ -179,7 +208,7 @@ def test_what_is_kept_of_each_role_adds_up_to_what_is_kept(url, endpoint, protec
     told = (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["kv_compress"]
     roles = told["by_role"]
     assert list(roles) == [
-        *("system", "user", "assistant"), "template" if endpoint == "responses" else "other",
+        "system", "user", "assistant", "template" if endpoint == "responses" else "other",
     ]  # fmt: skip
     assert sum(own["tokens"] for own in roles.values()) == told["prompt_tokens"]
     kept = sum(own["tokens"] * own["kept"] for own in roles.values())

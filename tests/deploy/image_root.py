@@ -103,8 +103,19 @@ class ImageRoot:
         pairs = [part for pair in [*always, *binds] for part in pair]
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         return [
-            *(*namespaces, "--propagation", "private", "/bin/bash", "-c", _ENTER, "enter"),
-            *(str(self.path), state, user, *pairs, "--", *argv),
+            *namespaces,
+            "--propagation",
+            "private",
+            "/bin/bash",
+            "-c",
+            _ENTER,
+            "enter",
+            str(self.path),
+            state,
+            user,
+            *pairs,
+            "--",
+            *argv,
         ]
 
     def remove(self) -> None:

@@ -31,10 +31,21 @@ FILE = ROOT / "docker" / "Dockerfile.cpu"
 INSTALL, IMAGE = stages(FILE)
 SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
-    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
-    *("--num-gpu-blocks-override", "65"),
-    *("--kv-compress", "snapkv", "--kv-budget", "0.2", "--shutdown-timeout", "300"),
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--served-model-name",
+    "demo",
+    "--dtype",
+    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "--num-gpu-blocks-override",
+    "65",
+    "--kv-compress",
+    "snapkv",
+    "--kv-budget",
+    "0.2",
+    "--shutdown-timeout",
+    "300",
 ]
 
 

@@ -16,11 +16,25 @@ from vllm_kvcompress.serving.text import long_prompt
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
-    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
-    *("--num-gpu-blocks-override", "65"),
-    *("--kv-compress", "cake", "--kv-budget", "0.2", "--kv-min-prompt", "512"),
-    *("--kv-allow-override", "off,snapkv", "--kv-budget-bounds", "0.05:0.5"),
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--served-model-name",
+    "demo",
+    "--dtype",
+    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "--num-gpu-blocks-override",
+    "65",
+    "--kv-compress",
+    "cake",
+    "--kv-budget",
+    "0.2",
+    "--kv-min-prompt",
+    "512",
+    "--kv-allow-override",
+    "off,snapkv",
+    "--kv-budget-bounds",
+    "0.05:0.5",
 ]
 LABELS = {"namespace": "inference", "pod": "vllm-0"}
 DASHBOARD = MONITORING / "dashboard.json"

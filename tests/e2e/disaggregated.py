@@ -23,8 +23,17 @@ from vllm_kvcompress.serving.process import free_port
 M, LENGTH, ANSWER = 8, 417, 40
 SETTINGS = settings("cake-chunk", 0.3, lookahead=M)
 DECODE = [
-    *("--kv-compress", "cake-chunk", "--kv-budget", "0.3", "--kv-lookahead", str(M)),
-    *("--kv-min-prompt", "128", "--kv-allow-override", "off,cake-chunk,snapkv", "--kv-usage"),
+    "--kv-compress",
+    "cake-chunk",
+    "--kv-budget",
+    "0.3",
+    "--kv-lookahead",
+    str(M),
+    "--kv-min-prompt",
+    "128",
+    "--kv-allow-override",
+    "off,cake-chunk,snapkv",
+    "--kv-usage",
     "--enable-scale-out",  # /inference/v1/generate
 ]
 PROMPTS = [
@@ -35,8 +44,17 @@ PROMPTS = [
 if V2:  # in Triton's interpreter
     ANSWER, PROMPTS = 16, PROMPTS[:1]
 FLAGS = [
-    *("--block-size", "32", "--enforce-eager", "--max-model-len", "1024", "--dtype", "float32"),
-    *("--served-model-name", "demo", "--num-gpu-blocks-override", "129"),
+    "--block-size",
+    "32",
+    "--enforce-eager",
+    "--max-model-len",
+    "1024",
+    "--dtype",
+    "float32",
+    "--served-model-name",
+    "demo",
+    "--num-gpu-blocks-override",
+    "129",
 ]
 TO_PREFILL = {
     **{"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},

@@ -64,15 +64,23 @@ def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     shutil.copy(gloo_experts.__file__, folder)
     flags = [
-        *("--data-parallel-size", "2", "--api-server-count", "2", "--enforce-eager"),
-        *("--distributed-executor-backend", "uni"),
-        *("--dtype", "float32", "--max-model-len", "8192", "--block-size", "32"),
-        *(
-            "--served-model-name",
-            "experts",
-            "--kv-compress-config",
-            json.dumps(SETTINGS | ASKED_FOR),
-        ),
+        "--data-parallel-size",
+        "2",
+        "--api-server-count",
+        "2",
+        "--enforce-eager",
+        "--distributed-executor-backend",
+        "uni",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "8192",
+        "--block-size",
+        "32",
+        "--served-model-name",
+        "experts",
+        "--kv-compress-config",
+        json.dumps(SETTINGS | ASKED_FOR),
     ]
     # API servers count together in files; who imports the metrics' library must know that by then
     counts = folder / "counts"

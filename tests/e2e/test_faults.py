@@ -18,13 +18,33 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BLOCKS = 8  # of 128 tokens, the null block among them: one prompt of 560 tokens and no second
 AHEAD = 64  # of an answer: while a client comes and goes, its prompt stands whole
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "896", "--served-model-name", "demo"),
-    *("--kv-compress", "cake", "--kv-budget", "0.3", "--kv-min-prompt", "256"),
-    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
-    *("--kv-allow-override", "off,snapkv", "--num-gpu-blocks-override", str(BLOCKS)),
-    *("--kv-decode-budget", "128"),  # packed again 128 tokens after the prompt's last block
-    *("--kv-max-whole", "600", "--kv-piece", "256"),  # every prompt but the longest stands whole
-    *("--kv-lookahead", str(AHEAD), "--kv-compress-config", '{"log_requests": true}'),
+    "--enforce-eager",
+    "--max-model-len",
+    "896",
+    "--served-model-name",
+    "demo",
+    "--kv-compress",
+    "cake",
+    "--kv-budget",
+    "0.3",
+    "--kv-min-prompt",
+    "256",
+    "--dtype",
+    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "--kv-allow-override",
+    "off,snapkv",
+    "--num-gpu-blocks-override",
+    str(BLOCKS),
+    "--kv-decode-budget",
+    "128",  # packed again 128 tokens after the prompt's last block
+    "--kv-max-whole",
+    "600",
+    "--kv-piece",
+    "256",  # every prompt but the longest stands whole
+    "--kv-lookahead",
+    str(AHEAD),
+    "--kv-compress-config",
+    '{"log_requests": true}',
 ]
 PACKED = "repacked_answers", "packed_pieces"
 

@@ -23,14 +23,40 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCKS = 128
 COMMON = [
-    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
-    *("--dtype", "float32"),  # the faster one where a CPU has no instructions for bfloat16
-    *("--kv-compress", "cake", "--kv-budget", "0.2", "--kv-min-prompt", "512"),
-    *("--kv-allow-override", "off,snapkv,cake", "--kv-budget-bounds", "0.1:0.5,128:1024"),
-    *("--kv-compress-config", '{"log_requests": true}', "--kv-decode-budget", "512"),
-    *("--kv-alias", "demo@half=snapkv:0.5", "--kv-alias", "demo@256=cake:256"),
-    *("--kv-alias", "demo@full=off", "--kv-alias", "demo@more=cake:0.8", "--kv-usage"),
-    *("--num-gpu-blocks-override", str(1 + BLOCKS), "--kv-protect", "system"),
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--served-model-name",
+    "demo",
+    "--dtype",
+    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "--kv-compress",
+    "cake",
+    "--kv-budget",
+    "0.2",
+    "--kv-min-prompt",
+    "512",
+    "--kv-allow-override",
+    "off,snapkv,cake",
+    "--kv-budget-bounds",
+    "0.1:0.5,128:1024",
+    "--kv-compress-config",
+    '{"log_requests": true}',
+    "--kv-decode-budget",
+    "512",
+    "--kv-alias",
+    "demo@half=snapkv:0.5",
+    "--kv-alias",
+    "demo@256=cake:256",
+    "--kv-alias",
+    "demo@full=off",
+    "--kv-alias",
+    "demo@more=cake:0.8",
+    "--kv-usage",
+    "--num-gpu-blocks-override",
+    str(1 + BLOCKS),
+    "--kv-protect",
+    "system",
 ]
 ALIASES = {"demo@half": 0.5, "demo@256": 256, "demo@full": None, "demo@more": 0.8}
 

@@ -25,11 +25,30 @@ NEW = 12
 SHOWN, SMALLER = 12 * 10, 6 * 9  # tokens of a picture
 TEXT = "The lamp is blue, the door is red, and nobody knows who painted them so. "
 FLAGS = [
-    *("--enforce-eager", "--block-size", str(BLOCK), "--dtype", "float32"),
-    *("--max-model-len", "1024", "--num-gpu-blocks-override", "129"),
-    *("--served-model-name", "demo", "--enable-scale-out", "--enable-prompt-tokens-details"),
-    *("--kv-compress", "cake", "--kv-budget", "0.3", "--kv-min-prompt", "128", "--kv-usage"),
-    *("--kv-allow-override", "all", "--kv-compress-config", '{"log_requests": true}'),
+    "--enforce-eager",
+    "--block-size",
+    str(BLOCK),
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "1024",
+    "--num-gpu-blocks-override",
+    "129",
+    "--served-model-name",
+    "demo",
+    "--enable-scale-out",
+    "--enable-prompt-tokens-details",
+    "--kv-compress",
+    "cake",
+    "--kv-budget",
+    "0.3",
+    "--kv-min-prompt",
+    "128",
+    "--kv-usage",
+    "--kv-allow-override",
+    "all",
+    "--kv-compress-config",
+    '{"log_requests": true}',
 ]
 
 
@@ -163,7 +182,8 @@ def test_what_stays_of_pictures_is_told_and_they_can_be_protected(client):
         (PICTURE, {"kv_protect": "question"}, "question .* its messages hold more than text"),
         (
             chat(*PICTURE[0]["content"], system="Never say orange."),
-            *({"kv_protect": "system"}, "system .* a message of the chat holds more than text"),
+            {"kv_protect": "system"},
+            "system .* a message of the chat holds more than text",
         ),
         (chat(VIDEO, text()), {}, "holds videos, which was not tested; send it with kv_compress"),
         (chat(image(8), VIDEO, text()), {}, "may hold only text and images .* holds videos"),

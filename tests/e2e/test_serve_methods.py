@@ -13,10 +13,23 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MIXED = {"allocator": "cake", "scorer": "caote", "base": "snapkv", "selector": "chunks"}
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "4096", "--served-model-name", "demo"),
-    *("--dtype", "float32", "--num-gpu-blocks-override", "65"),
-    *("--kv-budget", "0.3", "--kv-compress", "custom", "--kv-allow-override", "d2o"),
-    *("--kv-compress-config", json.dumps({**MIXED, "log_requests": True})),
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--served-model-name",
+    "demo",
+    "--dtype",
+    "float32",
+    "--num-gpu-blocks-override",
+    "65",
+    "--kv-budget",
+    "0.3",
+    "--kv-compress",
+    "custom",
+    "--kv-allow-override",
+    "d2o",
+    "--kv-compress-config",
+    json.dumps({**MIXED, "log_requests": True}),
 ]
 
 

@@ -25,14 +25,33 @@ from vllm_kvcompress.serving.text import long_prompt
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = [
-    *("--enforce-eager", "--max-model-len", "6912", "--served-model-name", "demo"),
+    "--enforce-eager",
+    "--max-model-len",
+    "6912",
+    "--served-model-name",
+    "demo",
     # in bfloat16 a prompt that is found in the prefix cache rounds to another answer
-    *("--dtype", "float32"),
-    *("--kv-compress", "cake", "--kv-budget", "0.1", "--kv-min-prompt", "512"),
-    *("--kv-compress-config", '{"log_requests": true}', "--kv-allow-override", "off"),
+    "--dtype",
+    "float32",
+    "--kv-compress",
+    "cake",
+    "--kv-budget",
+    "0.1",
+    "--kv-min-prompt",
+    "512",
+    "--kv-compress-config",
+    '{"log_requests": true}',
+    "--kv-allow-override",
+    "off",
     # the pool holds a quarter of the longest prompt, beside its null block
-    *("--kv-max-whole", "1664", "--kv-piece", "512", "--num-gpu-blocks-override", "14"),
-    *("--kv-protect", "system"),
+    "--kv-max-whole",
+    "1664",
+    "--kv-piece",
+    "512",
+    "--num-gpu-blocks-override",
+    "14",
+    "--kv-protect",
+    "system",
 ]
 POOL = 13 * 128
 NO_EOS = {"ignore_eos": True}

@@ -41,10 +41,20 @@ def engine_args(*arguments: str):
 
 def test_flags_reach_additional_config(model):
     got = engine_args(
-        *("--model", model, "--kv-compress", "snapkv", "--kv-budget", "0.1"),
-        *("--kv-window", "16", "--kv-min-prompt", "99"),
-        *("--kv-compress-config", '{"scorer_params": {"kernel": 5}, "window": 8}'),
-        *("--additional-config", '{"other": 1}'),
+        "--model",
+        model,
+        "--kv-compress",
+        "snapkv",
+        "--kv-budget",
+        "0.1",
+        "--kv-window",
+        "16",
+        "--kv-min-prompt",
+        "99",
+        "--kv-compress-config",
+        '{"scorer_params": {"kernel": 5}, "window": 8}',
+        "--additional-config",
+        '{"other": 1}',
     )
     assert got.additional_config == {
         "other": 1,
@@ -131,8 +141,10 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
         (["--kv-compress", "cake", *ALIASES, "--lora-modules", "slow=/x"], "of a LoRA module"),
         (
             [
-                *("--additional-config", '{"kvcompress": {"compress": "off", "alias": "m=off"}}'),
-                *("--served-model-name", "m"),
+                "--additional-config",
+                '{"kvcompress": {"compress": "off", "alias": "m=off"}}',
+                "--served-model-name",
+                "m",
             ],
             "of the model",
         ),
@@ -159,10 +171,22 @@ def test_settings_that_contradict_each_other(arguments, message, capsys, model):
 
 def test_flags_for_requests_reach_the_configuration(model):
     given = engine_args(
-        *("--model", model, "--kv-compress", "off", "--kv-allow-override", "off,tova"),
-        *("--kv-budget", "20", "--kv-budget-bounds", "0.05:0.5,16:64"),
-        *("--kv-pressure", "0.5", "--kv-min-output", "9"),
-        *(*ALIASES, "--kv-usage"),
+        "--model",
+        model,
+        "--kv-compress",
+        "off",
+        "--kv-allow-override",
+        "off,tova",
+        "--kv-budget",
+        "20",
+        "--kv-budget-bounds",
+        "0.05:0.5,16:64",
+        "--kv-pressure",
+        "0.5",
+        "--kv-min-output",
+        "9",
+        *ALIASES,
+        "--kv-usage",
     )
     given.skip_tokenizer_init = True
     config = given.create_engine_config()

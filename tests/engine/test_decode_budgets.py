@@ -19,8 +19,15 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 PROMPT, BUDGET, INTERVAL, ANSWER = 45, 64, 32, 150
 WINDOWS = {"streamingllm": 0, "tova": 1}
 METHODS = [
-    *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
-    *("caote", "fastcaote"),
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "cake",
+    "chunkkv",
+    "streamingllm",
+    "cake-chunk",
+    "caote",
+    "fastcaote",
 ]
 
 

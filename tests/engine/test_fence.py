@@ -70,7 +70,8 @@ class Seen:
         self.early = self.returned = self.overlapped = self.packed = 0
         scheduler, manager, under_way = llm.scheduler, llm.manager, {}
         schedule, update, hand_over = (
-            *(scheduler.schedule, scheduler.update_from_output),
+            scheduler.schedule,
+            scheduler.update_from_output,
             manager._hand_over,
         )
         reads = []

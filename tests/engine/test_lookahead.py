@@ -18,7 +18,7 @@ from vllm_kvcompress.planning.schedules import LookAhead
 
 AHEAD, BUDGET = 12, 0.3
 WINDOWS = {"tova": 1}
-METHODS = [*("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote")]
+METHODS = ["snapkv", "pyramidkv", "tova", "cake", "chunkkv", "cake-chunk", "caote", "fastcaote"]
 
 
 def ahead(method="cake", budget=BUDGET, lookahead=AHEAD, **more):
@@ -185,7 +185,9 @@ def test_pieces_and_bounded_answers(method, checkpoints_folder):
     """
     name, length, bound, answer = "llama-gqa", 535, 192, 120
     config = ahead(
-        *(method, BUDGET, AHEAD),
+        method,
+        BUDGET,
+        AHEAD,
         max_whole=384,
         piece=PIECE,
         **PROBE,

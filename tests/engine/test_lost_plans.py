@@ -29,7 +29,8 @@ def llm(request, checkpoints_folder):
         opened = engine(
             make("llama-one-layer", checkpoints_folder),
             additional_config=settings(
-                *("snapkv", 0.3),
+                "snapkv",
+                0.3,
                 lookahead=AHEAD,
                 allow_override="off",
                 decode_budget=64,

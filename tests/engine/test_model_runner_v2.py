@@ -14,10 +14,25 @@ from processor import AVX512
 FILES = [
     f"tests/engine/test_{name}.py"
     for name in (
-        *("invariance", "traps", "sharing", "blocks"),
-        *("identity", "features", "methods", "reference", "lost_plans"),
-        *("decode_budgets", "added_attention", "prompts_in_pieces", "added_pieces", "probes"),
-        *("cuda_backends", "lookahead", "lookahead_leavers", "written_answers", "vision_language"),
+        "invariance",
+        "traps",
+        "sharing",
+        "blocks",
+        "identity",
+        "features",
+        "methods",
+        "reference",
+        "lost_plans",
+        "decode_budgets",
+        "added_attention",
+        "prompts_in_pieces",
+        "added_pieces",
+        "probes",
+        "cuda_backends",
+        "lookahead",
+        "lookahead_leavers",
+        "written_answers",
+        "vision_language",
     )
 ]
 

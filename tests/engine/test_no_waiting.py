@@ -122,8 +122,17 @@ def power_of_two(rows: int) -> int:
 
 
 BOUNDING = [
-    *("cake", "cake-chunk", "chunkkv", "pyramidkv", "snapkv", "streamingllm", "tova"),
-    *("caote", "fastcaote", "h2o", "d2o"),
+    "cake",
+    "cake-chunk",
+    "chunkkv",
+    "pyramidkv",
+    "snapkv",
+    "streamingllm",
+    "tova",
+    "caote",
+    "fastcaote",
+    "h2o",
+    "d2o",
 ]
 
 

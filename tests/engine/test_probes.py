@@ -72,7 +72,10 @@ class Guided(Prompt):
         given = shares(
             self.method,
             [stats for _, stats in found],
-            *(shape.layers, most, self.may_hold(computed) + left, left + self.guarded(computed)),
+            shape.layers,
+            most,
+            self.may_hold(computed) + left,
+            left + self.guarded(computed),
             [n + left for n in lengths],
         )
         full = [length // BLOCK for length in lengths]

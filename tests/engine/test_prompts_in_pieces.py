@@ -14,8 +14,15 @@ from vllm_kvcompress.engine.scheduling import scheduler
 from vllm_kvcompress.planning.pieces import EveryPiece
 
 METHODS = [
-    *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
-    *("caote", "fastcaote"),
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "cake",
+    "chunkkv",
+    "streamingllm",
+    "cake-chunk",
+    "caote",
+    "fastcaote",
 ]
 WHOLE, PIECE, WINDOW = 128, 96, 8
 IN_CHUNKS = {"max_num_seqs": 4, "max_model_len": 1024, "max_num_batched_tokens": 70}
@@ -202,7 +209,7 @@ def test_hits_end_before_the_first_packing(checkpoints_folder):
 def test_preempted_between_boundaries_it_begins_again(checkpoints_folder):
     model, prompt = make("llama-gqa", checkpoints_folder), PROMPTS[2]
     with engine(
-        *(model,),
+        model,
         additional_config=piecewise("cake", 200),
         max_num_seqs=8,
         max_num_batched_tokens=50,

@@ -15,8 +15,15 @@ from vllm_kvcompress.settings.protection import parse_protect
 
 NAME = "llama-gqa"
 METHODS = [
-    *("snapkv", "pyramidkv", "tova", "cake", "chunkkv", "streamingllm", "cake-chunk"),
-    *("caote", "fastcaote"),
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "cake",
+    "chunkkv",
+    "streamingllm",
+    "cake-chunk",
+    "caote",
+    "fastcaote",
 ]
 # at the beginning, inside, and into the window and the tail
 SPANS = ["0:20", "95:131", "300:301", "390:411"]
@@ -138,7 +145,9 @@ def test_from_pieces_over_a_look_ahead_to_bounded_answers(method, checkpoints_fo
     length, bound, answer, spans = 535, 192, 120, ["0:18", "120:150", "470:490"]
     probe = {"probe_first": 10, "probe": 14}
     config = ahead(
-        *(method, BUDGET, AHEAD),
+        method,
+        BUDGET,
+        AHEAD,
         **{"max_whole": 384, "piece": PIECE, "window": 8, **probe},
         decode_budget=bound,
         decode_interval=INTERVAL,

@@ -294,12 +294,24 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         assert llm.free_blocks == free
         manager, compressor = llm.manager, llm.compressor
         left = [
-            *(manager.planner.schedules, manager._packed, manager._cacheable, manager._pending),
-            *(manager._observe, manager._grow, manager._keep, manager._add),
-            *(manager.lookaheads, manager.planner._looking, compressor.pool.protected),
-            *(compressor._prefills, compressor._step, compressor.pool._slots),
+            manager.planner.schedules,
+            manager._packed,
+            manager._cacheable,
+            manager._pending,
+            manager._observe,
+            manager._grow,
+            manager._keep,
+            manager._add,
+            manager.lookaheads,
+            manager.planner._looking,
+            compressor.pool.protected,
+            compressor._prefills,
+            compressor._step,
+            compressor.pool._slots,
             compressor.pool.ring and compressor.pool.ring._slots,
-            *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
+            compressor.reports._pending,
+            manager.tally.packed,
+            llm.scheduler.requests,
         ]
         assert not any(left), left
         gc.collect()

@@ -235,7 +235,8 @@ def render(llm, prompt):
         ({"video_pruning_rate": 0.5}, "take another way", "--video-pruning-rate, got 0.5"),
         (
             {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
-            *("another server encodes", "--ec-transfer-config"),
+            "another server encodes",
+            "--ec-transfer-config",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

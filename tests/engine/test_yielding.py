@@ -26,7 +26,9 @@ M = 24
 SEEDS = (6,) if V2 else (6, 30)
 LONGEST = 400
 ASKS: list[dict[str, Any] | None] = [
-    *(None, None, None),
+    None,
+    None,
+    None,
     {"kv_compress": "off"},
     {"kv_lookahead": 0},
     {"kv_lookahead": 4, "kv_budget": 0.15},

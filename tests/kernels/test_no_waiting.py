@@ -114,7 +114,11 @@ CALLS = {
     ],
     "window_scores_of_rows": lambda: [
         window_scores_of_rows(
-            *(torch.stack([QUERY] * 3), K, TABLES, 200, 0.1),
+            torch.stack([QUERY] * 3),
+            K,
+            TABLES,
+            200,
+            0.1,
             lengths=on_device(3),
             variance=more,
             maximum=more,

@@ -72,8 +72,18 @@ def tables_of(table, lengths, packed, count, first, layer_offset, stride, block,
     )
     slots, live = torch.arange(rows, dtype=i32), torch.tensor(rows, dtype=i32)
     op(
-        *(table, lengths, packed, count, first, layer_offset, stride, block),
-        *(slots, live, out, out_lengths),
+        table,
+        lengths,
+        packed,
+        count,
+        first,
+        layer_offset,
+        stride,
+        block,
+        slots,
+        live,
+        out,
+        out_lengths,
     )
     return out, out_lengths
 

@@ -102,8 +102,17 @@ def test_merging(prompt, cache, values_only, tau):
     counts, lengths = (torch.tensor([n], dtype=torch.int32) for n in (18, TOKENS))
     threshold = torch.full((1, KV_HEADS), torch.nan if tau is None else tau)
     got = merge_evicted.run(
-        *(keys, values, pages[None], TOKENS, kept[None], counts, 18, values_only),
-        *(lengths, threshold, 0.7),
+        keys,
+        values,
+        pages[None],
+        TOKENS,
+        kept[None],
+        counts,
+        18,
+        values_only,
+        lengths,
+        threshold,
+        0.7,
     )
     for head in range(KV_HEADS):
         one = k[head], v[head], kept[head].tolist()

@@ -46,7 +46,11 @@ def test_a_window_with_sinks(tokens, w, scale):
     asked = as_float(q[:, tokens - w :]).transpose(0, 1)
     for pooled in (False, True) if scale == "usual" else (False,):
         got = window_scores(
-            *(asked, view, pages, tokens, dim**-0.5),
+            asked,
+            view,
+            pages,
+            tokens,
+            dim**-0.5,
             variance=True,
             maximum=True,
             pooled=pooled,
@@ -93,7 +97,11 @@ def test_rows_of_other_lengths_have_sinks_of_their_own():
     got = window_scores_of_rows(*rows, **how, sinks=torch.stack(sinks))
     for row, tokens in enumerate(lengths):
         alone = window_scores(
-            *(asked[row], rows[1], pages[row][: -(-tokens // 16)], tokens, 0.25),
+            asked[row],
+            rows[1],
+            pages[row][: -(-tokens // 16)],
+            tokens,
+            0.25,
             variance=False,
             sinks=sinks[row],
         )

@@ -97,7 +97,9 @@ def test_aggregates_rank_apart():
     q[:, :, -20], k[:, :, 7], k[:, :, 7, 0] = 6.0, 3.0, -3.0
     kept = {
         aggregate: compress(
-            *(q, k, v),
+            q,
+            k,
+            v,
             policy={"compress": "snapkv", "scorer_params": {"aggregate": aggregate}},
             budget=0.6,
         )

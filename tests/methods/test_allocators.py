@@ -66,8 +66,12 @@ def test_names():
         "d2o": D2O,
     }
     assert [a().reads for a in ALLOCATORS.values()] == [
-        *(Reads.NOTHING, Reads.NOTHING, Reads.WINDOW | Reads.VARIANCE),
-        *(Reads.SCORES, Reads.SCORES, Reads.COLUMN_SUMS),
+        Reads.NOTHING,
+        Reads.NOTHING,
+        Reads.WINDOW | Reads.VARIANCE,
+        Reads.SCORES,
+        Reads.SCORES,
+        Reads.COLUMN_SUMS,
     ]
     assert [name for name, a in ALLOCATORS.items() if a.exact_ratio] == ["d2o"]
 

@@ -79,7 +79,13 @@ def test_dynamickv_updates_after_the_last_layer_too(layers):
 def test_count_highest():
     scores = torch.tensor([[[3.0, 1.0, 1.0]], [[1.0, 2.0, torch.nan]]])
     assert [count_highest(ranked(scores), keep).tolist() for keep in range(7)] == [
-        *([0, 0], [1, 0], [1, 1], [2, 1], [3, 1], [3, 2], [3, 3])
+        [0, 0],
+        [1, 0],
+        [1, 1],
+        [2, 1],
+        [3, 1],
+        [3, 2],
+        [3, 3],
     ]
 
 

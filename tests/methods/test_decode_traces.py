@@ -98,14 +98,17 @@ class Packed:
         asked = query if self.window and self.method.scorer.reads else None
         scores, _ = observe_rows(self.method, rows, asked, self.window, 1, self.paid[None])
         counts = torch.tensor([self.budget])
-        kept = kept_slots(
-            *(scores, rows, counts, self.window, 1, self.budget, self.method.selector)
-        )
+        kept = kept_slots(scores, rows, counts, self.window, 1, self.budget, self.method.selector)
         at = kept[0].long()
         self.paid = self.paid.gather(1, at)
         if self.method.merge:
             merged = merge_evicted(
-                *(rows.key_pages, rows.value_pages, rows.pages, length, kept, counts.int()),
+                rows.key_pages,
+                rows.value_pages,
+                rows.pages,
+                length,
+                kept,
+                counts.int(),
                 threshold=self.tau,
             )
             self.k, self.v, self.tau = merged.keys[0], merged.values[0], merged.threshold

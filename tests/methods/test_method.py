@@ -23,7 +23,9 @@ def layer_pages(allocator, plan, stats):
 def kept_positions(scores, plan, pages, selector):
     """Of one layer."""
     kept = kept_slots(
-        *(scores[None], plan.tokens, torch.tensor([pages], dtype=torch.int32)),
+        scores[None],
+        plan.tokens,
+        torch.tensor([pages], dtype=torch.int32),
         window=plan.window,
         tail=plan.tail,
         block_size=plan.block_size,

@@ -61,7 +61,10 @@ def reference_scores(name, query, key, value, window):
     if name in CAOTES:
         own = SETTINGS[name]["scorer_params"]
         return ref.caote(
-            *(q, key, value, window),
+            q,
+            key,
+            value,
+            window,
             base=own.get("base", "snapkv"),
             how=own.get("reduce", "mean"),
             aggregate=own.get("aggregate", "mean"),
@@ -113,7 +116,7 @@ def test_rows_keep_what_the_reference_keeps(name, lengths):
     scores, observed = observe_rows(method, rows, asked, window, at_once=3, latest=latest)
     counts = [max(length // BLOCK // 2, 2) for length in lengths]
     kept = kept_slots(
-        *(scores, rows, torch.tensor(counts), window, BLOCK, max(counts) + 1, method.selector)
+        scores, rows, torch.tensor(counts), window, BLOCK, max(counts) + 1, method.selector
     )
     size, lifted = ref.CHUNKS.get(name), []
     for row, ((key, value), length, count) in enumerate(zip(tokens, lengths, counts, strict=True)):

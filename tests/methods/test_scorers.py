@@ -73,10 +73,17 @@ def test_names():
     sums, values = Reads.COLUMN_SUMS, Reads.WINDOW | Reads.VALUES
     nothing, keys = Reads.NOTHING, Reads.KEYS
     assert [s().reads for s in SCORERS.values()] == [
-        *(nothing, sums, window, window, both),
+        nothing,
+        sums,
+        window,
+        window,
+        both,
         both | Reads.MAXIMUM | Reads.APART,
-        *(values, values),
-        *(keys, keys | Reads.VALUES, nothing),
+        values,
+        values,
+        keys,
+        keys | Reads.VALUES,
+        nothing,
     ]
 
 

@@ -11,8 +11,17 @@ from vllm_kvcompress.settings.overrides import settings_for
 
 ENGINE = CompressionConfig.parse({"compress": "cake", "lookahead": 16, "allow_override": "all"})
 BY_WINDOW = {
-    *("snapkv", "pyramidkv", "tova", "cake", "dynamickv", "chunkkv", "caote", "fastcaote"),
-    *("defensivekv", "layer-defensivekv", "cake-chunk"),
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "cake",
+    "dynamickv",
+    "chunkkv",
+    "caote",
+    "fastcaote",
+    "defensivekv",
+    "layer-defensivekv",
+    "cake-chunk",
 }
 
 

@@ -191,7 +191,11 @@ def _block(options: PlanOptions, config: dict[str, Any], shape: ModelShape) -> i
         return asked
     token = 2 * max(shape.kv_heads // options.ranks, 1) * shape.head_dim * shape.stored
     return block_of(
-        *(text_config(config), options.ranks, shape.itemsize, token, asked),
+        text_config(config),
+        options.ranks,
+        shape.itemsize,
+        token,
+        asked,
         state_dtype=options.state_dtype,
         on_cpu=options.device == "cpu",
     )

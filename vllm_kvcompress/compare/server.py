@@ -41,8 +41,13 @@ def start(model: Path, arguments: Sequence[str], cells: Sequence[Cell], log: Pat
     methods = dict.fromkeys(cell.method for cell in cells)
     ahead = max((cell.lookahead for cell in cells if cell.lookahead is not None), default=None)
     flags = [
-        *("--kv-compress", "off", "--kv-allow-override", ",".join(["off", *methods])),
-        *("--kv-budget-bounds", f"{min(budgets)}:{max(budgets)}", "--kv-usage"),
+        "--kv-compress",
+        "off",
+        "--kv-allow-override",
+        ",".join(["off", *methods]),
+        "--kv-budget-bounds",
+        f"{min(budgets)}:{max(budgets)}",
+        "--kv-usage",
         *([] if ahead is None else ["--kv-lookahead", str(ahead)]),
         *arguments,
     ]

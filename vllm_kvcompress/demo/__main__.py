@@ -49,8 +49,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def compression(args: argparse.Namespace) -> list[str]:
     """The flags that the compressed server has and vLLM alone does not."""
     return [
-        *("--kv-compress", args.method, "--kv-budget", args.budget),
-        *("--kv-compress-config", '{"log_requests": true}'),
+        "--kv-compress",
+        args.method,
+        "--kv-budget",
+        args.budget,
+        "--kv-compress-config",
+        '{"log_requests": true}',
     ]
 
 

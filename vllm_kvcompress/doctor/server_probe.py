@@ -17,8 +17,14 @@ from vllm_kvcompress.settings.config import CompressionConfig
 _PATIENCE_S = 15.0
 _QUICK_S = 10.0
 _SHOWN = (
-    *("method", "budget", "window", "lookahead", "min_prompt", "pressure"),
-    *("allow_override", "alias"),
+    "method",
+    "budget",
+    "window",
+    "lookahead",
+    "min_prompt",
+    "pressure",
+    "allow_override",
+    "alias",
 )
 
 

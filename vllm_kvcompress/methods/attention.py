@@ -14,8 +14,11 @@ def apart(rows: Rows, query: torch.Tensor, latest: int) -> WindowScores:
     """
     tokens, block_size = rows.most - latest, rows.key_pages.shape[3]
     others = window_scores_of_rows(
-        *(query[:, :-latest], rows.key_pages, rows.pages[:, : -(-tokens // block_size)]),
-        *(tokens, rows.scale),
+        query[:, :-latest],
+        rows.key_pages,
+        rows.pages[:, : -(-tokens // block_size)],
+        tokens,
+        rows.scale,
         lengths=None if rows.lengths is None else rows.lengths - latest,
         variance=False,
         maximum=True,
@@ -25,7 +28,11 @@ def apart(rows: Rows, query: torch.Tensor, latest: int) -> WindowScores:
     maximum = pad(others, (0, latest))
     del others
     found = window_scores_of_rows(
-        *(query[:, -latest:], rows.key_pages, rows.pages, rows.most, rows.scale),
+        query[:, -latest:],
+        rows.key_pages,
+        rows.pages,
+        rows.most,
+        rows.scale,
         lengths=rows.lengths,
         variance=True,
         sinks=rows.sinks,

@@ -109,7 +109,8 @@ class Method:
             allocator_window = None
         reads = self.reads if allocator_window is None else self.scorer.reads
         found = window_scores_of_rows(
-            *(query, *places),
+            query,
+            *places,
             lengths=rows.lengths,
             variance=Reads.VARIANCE in reads,
             maximum=Reads.MAXIMUM in reads,
@@ -120,7 +121,7 @@ class Method:
             return found
         latest = query[:, query.shape[1] - allocator_window :]
         figures = window_scores_of_rows(
-            *(latest, *places), lengths=rows.lengths, variance=True, sinks=rows.sinks
+            latest, *places, lengths=rows.lengths, variance=True, sinks=rows.sinks
         )
         return found._replace(entropy=figures.entropy, shift=figures.shift)
 

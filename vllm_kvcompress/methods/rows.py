@@ -91,7 +91,11 @@ def _paid(rows: Rows, query: torch.Tensor) -> torch.Tensor:
         # to these, slots behind the last of them are not there yet
         lengths = rows.lengths - (latest - start - count)
         scores = window_scores_of_rows(
-            *(part, rows.key_pages, rows.pages, rows.most, rows.scale),
+            part,
+            rows.key_pages,
+            rows.pages,
+            rows.most,
+            rows.scale,
             lengths=lengths,
             variance=False,
             sinks=rows.sinks,

@@ -109,14 +109,30 @@ SENTENCE_EMBEDDER = "SentenceTransformerModel"
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _POOLING = ("ForTextEncoding", "Classification", "Modeling", "MaskedLM", "Model")
 _POOLING_NAMES = (
-    *("Embed", "Reward", "Score", "Retriev", "Splade", "Bidirectional"),
-    *("ForRanking", "ForJointSchema", "ColBERT", "ColQwen", "Terratorch"),
+    "Embed",
+    "Reward",
+    "Score",
+    "Retriev",
+    "Splade",
+    "Bidirectional",
+    "ForRanking",
+    "ForJointSchema",
+    "ColBERT",
+    "ColQwen",
+    "Terratorch",
 )
 # what vLLM takes for a generator all the same
 _GENERATING_MODELS = frozenset(
     {
-        *("ChatGLMModel", "MiDashengLMModel", "MossAudioModel", "Qwen2_5OmniModel"),
-        *("UltravoxModel", "Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model"),
+        "ChatGLMModel",
+        "MiDashengLMModel",
+        "MossAudioModel",
+        "Qwen2_5OmniModel",
+        "UltravoxModel",
+        "Gemma2Model",
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
         "DeepseekV3BidirectionalModel",
     }
 )

@@ -153,7 +153,7 @@ class LookAhead:
         )
         if not holding.pages:
             plan = page_plan(
-                *(prompt, size, self.spans), full_share=full_share, own_budget=own.budget + answered
+                prompt, size, self.spans, full_share=full_share, own_budget=own.budget + answered
             )
         else:
             blocks, tail = divmod(tokens, size)
@@ -169,7 +169,8 @@ class LookAhead:
                 computed=tokens,
             )
             plan = with_room_for_protected(
-                *(plan, holding.pages_at(blocks)),
+                plan,
+                holding.pages_at(blocks),
                 full_share=full_share,
                 own_budget=own.budget + answered,
             )

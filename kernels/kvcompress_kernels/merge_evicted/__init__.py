@@ -73,8 +73,17 @@ def merge_evicted(
         from kvcompress_kernels.merge_evicted.cpu import run
 
     return run(
-        *(key_pages, value_pages, pages, tokens, kept, counts, least, values_only),
-        *(lengths, threshold, beta),
+        key_pages,
+        value_pages,
+        pages,
+        tokens,
+        kept,
+        counts,
+        least,
+        values_only,
+        lengths,
+        threshold,
+        beta,
     )
 
 

@@ -42,7 +42,7 @@ def run(
     for row, (count, held) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
         own = kept[row, :, :count].long()
         keys[row, :, :count], values[row, :, :count], after[row] = _merge(
-            *(key_pages, value_pages, pages[row], held, own, values_only, threshold[row], beta)
+            key_pages, value_pages, pages[row], held, own, values_only, threshold[row], beta
         )
     return Merged(keys, values, after)
 

@@ -143,13 +143,26 @@ def _tile(layers: int) -> int:
 def builds(sm: int) -> list[Build]:
     """32 layers, block 16, a pool and buffers of 8192 columns."""
     pointers = (
-        *("block_table", "seq_lens", "packed", "num_packed", "first_block", "layer_offset"),
-        *("slots", "live", "tables", "lengths"),
+        "block_table",
+        "seq_lens",
+        "packed",
+        "num_packed",
+        "first_block",
+        "layer_offset",
+        "slots",
+        "live",
+        "tables",
+        "lengths",
     )
     sizes = ("layers", "width", "table_width", "splits", "block_stride")
     strides = (
-        *("s_block_table", "s_packed_slot", "s_packed_layer", "s_num_packed"),
-        *("s_tables_layer", "s_tables_row", "s_lengths"),
+        "s_block_table",
+        "s_packed_slot",
+        "s_packed_layer",
+        "s_num_packed",
+        "s_tables_layer",
+        "s_tables_row",
+        "s_lengths",
     )
     return [
         Build(

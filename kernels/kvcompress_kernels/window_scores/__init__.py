@@ -61,7 +61,11 @@ def window_scores(
             is asked of a single row, or `pooled` without `maximum`.
     """
     (scores,) = window_scores_of_layers(
-        *([query], key_pages, pages[None], tokens, scale),
+        [query],
+        key_pages,
+        pages[None],
+        tokens,
+        scale,
         variance=variance,
         maximum=maximum,
         pooled=pooled,
@@ -102,7 +106,11 @@ def window_scores_of_layers(
     require(len(alike) == 1, _NAME, "the layers' queries must have one shape and dtype", alike)
     stacked = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
     scores = window_scores_of_rows(
-        *(stacked, key_pages, pages, tokens, scale),
+        stacked,
+        key_pages,
+        pages,
+        tokens,
+        scale,
         variance=variance,
         maximum=maximum,
         pooled=pooled,

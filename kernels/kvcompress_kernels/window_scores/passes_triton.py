@@ -336,8 +336,16 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                 if CHUNKS > 1:
                     now = chunk * WINDOW + i
                     q_now = window_rows(
-                        *(query, head, now, group, w),
-                        *(s_query_token, s_query_head, s_query_dim, DIM, PAD),
+                        query,
+                        head,
+                        now,
+                        group,
+                        w,
+                        s_query_token,
+                        s_query_head,
+                        s_query_dim,
+                        DIM,
+                        PAD,
                     )
                     q_now = tl.trans(q_now)
                     real = (head < group) & (now < w)

@@ -67,8 +67,14 @@ def run_rows(
     if pooled:
         shapes = _pooled_shapes(*given.model, architecture(query.device))
         pooled_kernel[given.grid(shapes["HEADS"])](
-            *(*given.tensors, row_tops, log_sums, shares, scores.maximum),
-            *(*given.numbers, tokens, *given.strides),
+            *given.tensors,
+            row_tops,
+            log_sums,
+            shares,
+            scores.maximum,
+            *given.numbers,
+            tokens,
+            *given.strides,
             BLOCK=given.layout,
             **shapes,
         )
@@ -138,14 +144,30 @@ def _log_sums(
     shares = given.new(rows, lines) if pooled else None
     shapes = _partials_shapes(*given.model, pooled)
     partials_kernel[given.grid(shapes["HEADS"], triton.cdiv(w, shapes["WINDOW"]))](
-        *(*given.tensors, tops, sums, past_sums, pooled_sums),
-        *(*given.numbers, splits, *given.strides),
+        *given.tensors,
+        tops,
+        sums,
+        past_sums,
+        pooled_sums,
+        *given.numbers,
+        splits,
+        *given.strides,
         BLOCK=given.layout,
         **shapes,
     )
     log_sum_kernel[(triton.cdiv(lines, LOG_SUM["LINES"]), rows)](
-        *(tops, sums, given.tensors[3], past_sums, pooled_sums, row_tops, log_sums, shares),
-        *(None if sinks is None else sinks / math.log(2), lines, splits, w),
+        tops,
+        sums,
+        given.tensors[3],
+        past_sums,
+        pooled_sums,
+        row_tops,
+        log_sums,
+        shares,
+        None if sinks is None else sinks / math.log(2),
+        lines,
+        splits,
+        w,
         **LOG_SUM,
         num_warps=_log_sum_warps(pooled),
     )
@@ -178,9 +200,18 @@ def _columns(
     shifts = result(rows, parts) if variance else None
     most = result(rows, heads, tokens) if maximum else None
     columns_kernel[given.grid(shapes["HEADS"])](
-        *(*given.tensors, *sums),
-        *(total, spread, recent, last, None if pooled else most, entropies, shifts),
-        *(*given.numbers, tokens, *given.strides),
+        *given.tensors,
+        *sums,
+        total,
+        spread,
+        recent,
+        last,
+        None if pooled else most,
+        entropies,
+        shifts,
+        *given.numbers,
+        tokens,
+        *given.strides,
         BLOCK=given.layout,
         **shapes,
     )

@@ -70,7 +70,10 @@ def merged(
     every = with_tail(kept, tokens_held, ends, merging.tail)
     places = None if merging.protected is None else places_among(every, merging.protected)
     found = merge_evicted(
-        *(cache.keys, cache.values, cache.pages, most),
+        cache.keys,
+        cache.values,
+        cache.pages,
+        most,
         every.clamp_(min=0),
         ends + merging.tail,
         merging.least,

@@ -172,7 +172,9 @@ class Packer:
         protected = self.protected.before(todos, held, heads=scores.shape[1])
         guarded = None if protected is None else Guarded(own=protected)
         kept = kept_slots(
-            *(scores, held.tokens, counts),
+            scores,
+            held.tokens,
+            counts,
             window=plan.window,
             tail=plan.tail,
             block_size=pool.block_size,

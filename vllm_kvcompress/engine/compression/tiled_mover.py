@@ -72,7 +72,12 @@ class TiledMover:
         held, own = move.held.some(one), merging.some(one)
         cache = self.open(held.pages, Reads.KEYS | Reads.VALUES)
         (keys, values), tails, near = merged(
-            *(cache, held.most, held.lengths, move.kept[one], move.counts[one], own),
+            cache,
+            held.most,
+            held.lengths,
+            move.kept[one],
+            move.counts[one],
+            own,
             self.pool.block_size,
         )
         if merging.tail:

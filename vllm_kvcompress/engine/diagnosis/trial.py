@@ -75,7 +75,7 @@ def try_model(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
         numbers = own.full if own.others else ()
         name = str(config.model_config.model)
         kept_map = probe.kept_map(
-            *(outcome, plan, limits, name), parts=prompt.parts, numbers=numbers, stages=stages
+            outcome, plan, limits, name, parts=prompt.parts, numbers=numbers, stages=stages
         )
         return None if kept_map is None else kept_map.to_json()
     finally:

@@ -37,8 +37,16 @@ ANSWERED = "answered"
 # it was pulled, no slot for a look-ahead was free, and the pool had no blocks to pack it into
 FULL_POOL = "full_pool"
 REASONS = (
-    *(OFF, SHORT_PROMPT, SHORT_OUTPUT, WITHIN_BUDGET, LOW_PRESSURE, UNSUPPORTED, INVALID),
-    *(PROTECTED, ANSWERED, FULL_POOL),
+    OFF,
+    SHORT_PROMPT,
+    SHORT_OUTPUT,
+    WITHIN_BUDGET,
+    LOW_PRESSURE,
+    UNSUPPORTED,
+    INVALID,
+    PROTECTED,
+    ANSWERED,
+    FULL_POOL,
 )
 
 

@@ -76,7 +76,10 @@ class CompressedManager(FullAttentionManager):
         self.settings = settings
         self.lookaheads = LookAheads(self, settings.lookahead_yields)
         self.planner = Planner(
-            *(settings, self._num_layers, self.block_size, self.block_pool),
+            settings,
+            self._num_layers,
+            self.block_size,
+            self.block_pool,
             others=self._others,
             requests=self._requests,
             ring_slots=self._ring_slots,
@@ -224,7 +227,11 @@ class CompressedManager(FullAttentionManager):
         lookahead = schedule.lookahead
         assert lookahead is not None, request_id
         return self._reserve(
-            *(request_id, schedule, plan, tokens, lookahead.settings),
+            request_id,
+            schedule,
+            plan,
+            tokens,
+            lookahead.settings,
             prefill=True,
             ends=cut != HALF,
             answered=lookahead.answered(tokens),

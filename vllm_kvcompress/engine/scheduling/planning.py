@@ -305,7 +305,9 @@ class Planner:
         if room < request.max_tokens:
             logger.info(
                 "request %s may write %d tokens instead of %d: the KV cache has no room for more",
-                *(request.request_id, room, request.max_tokens),
+                request.request_id,
+                room,
+                request.max_tokens,
             )
             request.max_tokens = room
 

@@ -75,9 +75,11 @@ class _Compressing:
                 "between its pieces a prompt of %d tokens holds %d in each layer, and keeps %d at"
                 " its end: what a piece drops before the answer asks for it is lost. A smaller"
                 " --kv-piece than %d, or a longer --kv-max-whole than %d, holds more",
-                *(plan.tokens, pieces.held_pages * plan.block_size // plan.num_layers),
+                plan.tokens,
+                pieces.held_pages * plan.block_size // plan.num_layers,
                 plan.pages * plan.block_size // plan.num_layers + plan.tail,
-                *(settings.piece, settings.max_whole),
+                settings.piece,
+                settings.max_whole,
             )
 
     def add_request(self, request: Request) -> None:

@@ -117,7 +117,8 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
         if variant.resolved_lookahead:
             logger.info(
                 "prompts that %s compresses stay whole for %d tokens of their answer",
-                *(variant.compress, variant.resolved_lookahead),
+                variant.compress,
+                variant.resolved_lookahead,
             )
     if settings.decode_budget is not None:
         logger.info(

@@ -97,7 +97,9 @@ def _pieces(config: VllmConfig, settings: CompressionConfig) -> str | None:
 def _untested(config: VllmConfig, settings: CompressionConfig) -> str | None:
     parallel = config.parallel_config
     for name in (
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
         "decode_context_parallel_size",
     ):
         size = getattr(parallel, name, 1)
@@ -120,7 +122,12 @@ def _untested(config: VllmConfig, settings: CompressionConfig) -> str | None:
 
 
 REFUSALS: tuple[Callable[[Any, CompressionConfig], str | None], ...] = (
-    *(_other, _role, _options, _lookahead, _pieces, _untested),
+    _other,
+    _role,
+    _options,
+    _lookahead,
+    _pieces,
+    _untested,
 )
 
 

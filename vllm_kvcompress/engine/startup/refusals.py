@@ -381,8 +381,14 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
         if (reason := check(config)) is not None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
     of_both = (
-        *(why_not_connected, why_not_processed, why_not_with_states, _quantised, _drafts),
-        *(_window_fits, _packed_again, _probe_fits),
+        why_not_connected,
+        why_not_processed,
+        why_not_with_states,
+        _quantised,
+        _drafts,
+        _window_fits,
+        _packed_again,
+        _probe_fits,
     )
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:

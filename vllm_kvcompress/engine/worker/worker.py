@@ -317,7 +317,10 @@ def query_ring(
     slots = ring_slots(sizes, settings)
     logger.info(
         "the last %d queries of %d of %d requests take %.2f GiB beside the cache%s",
-        *(places, slots, sizes.max_requests, ring_bytes(sizes, settings) / 2**30),
+        places,
+        slots,
+        sizes.max_requests,
+        ring_bytes(sizes, settings) / 2**30,
         "" if slots == sizes.max_requests else "; others are packed at the end of their prefill",
     )
     return QueryRing(

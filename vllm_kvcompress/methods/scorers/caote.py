@@ -119,7 +119,8 @@ class Caote:
             scores *= columns.values.scale
         else:
             scores = value_scores_of_rows(
-                *(weights.view(columns.layers, -1, weights.shape[1]), *where),
+                weights.view(columns.layers, -1, weights.shape[1]),
+                *where,
                 lengths=columns.lengths,
                 fast=self.fast,
                 reduce=self.reduce,
