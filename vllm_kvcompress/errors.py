@@ -3,7 +3,7 @@
 KVCompressError
 + ConfigError      the user's settings are wrong; the message names the key and a fix
   + OverrideError  what one request asks for is wrong or not allowed
-+ SeamError        this vLLM does not look the way we need; nothing was changed
++ VllmHookError        this vLLM does not look the way we need; nothing was changed
 """
 
 
@@ -28,7 +28,7 @@ class OverrideError(ConfigError):
         self.reason = reason
 
 
-class SeamError(KVCompressError, RuntimeError):
+class VllmHookError(KVCompressError, RuntimeError):
     """An extension point of the running vLLM differs from what we need, or cannot be imported.
 
     Args:

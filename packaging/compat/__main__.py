@@ -122,7 +122,7 @@ def version(text: str) -> str:
     if given is None or given not in accepted():
         raise argparse.ArgumentTypeError(
             f"must be a version of vLLM in {accepted()}, got {text!r}; widen the cuda extra in"
-            " pyproject.toml and TESTED in engine/startup/seam.py to try another"
+            " pyproject.toml and TESTED in engine/startup/vllm_hook.py to try another"
         )
     return str(given)
 

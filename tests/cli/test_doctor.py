@@ -39,7 +39,7 @@ TINY = [
     "--num-gpu-blocks-override",
     "129",
 ]
-WELL = ["versions", "plugin", "seams", "model", "engine", "classes", "worker", "blocks", "pool"]
+WELL = ["versions", "plugin", "hooks", "model", "engine", "classes", "worker", "blocks", "pool"]
 
 
 def checks(done) -> dict[str, dict]:
@@ -268,8 +268,8 @@ def test_a_plugin_that_vllm_leaves_out_is_found(run):
 def test_a_vllm_without_a_seam_is_found(examined, monkeypatch):
     monkeypatch.delattr(BlockPool, "evict_blocks")
     found = checks(examined("doctor", "--json"))
-    assert not found["seams"]["ok"]
-    assert "no vllm.v1.core.block_pool:BlockPool.evict_blocks" in found["seams"]["detail"]
+    assert not found["hooks"]["ok"]
+    assert "no vllm.v1.core.block_pool:BlockPool.evict_blocks" in found["hooks"]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_package_that_vllm_needs_is_named_once(run, package, check, cure):
 
 def test_a_process_that_crashes_leaves_a_report(run):
     site = broken(
-        "vllm_kvcompress.engine.startup.seam",
-        "module.Seam.check = lambda self, version: __import__('os').abort()",
+        "vllm_kvcompress.engine.startup.vllm_hook",
+        "module.VllmHook.check = lambda self, version: __import__('os').abort()",
     )
     done = run("doctor", "--json", site=site)
     assert checks(done)["engine"] == {

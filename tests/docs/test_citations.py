@@ -260,7 +260,7 @@ def path_in(text: str) -> str | None:
 
 
 def is_there(path: str) -> bool:
-    """From the root, or as the end of a path: `engine/startup/seams.py`, `site/names.yaml`."""
+    """From the root, or as the end of a path: `engine/startup/vllm_hooks.py`, `site/names.yaml`."""
     return any(fnmatch.fnmatch(f"/{file}", f"*/{path}") for file in files())
 
 
@@ -284,7 +284,7 @@ def test_which_code_spans_are_paths(text, path):
 
 
 def test_a_path_that_is_gone_is_missed():
-    assert is_there("engine/startup/seams.py")
+    assert is_there("engine/startup/vllm_hooks.py")
     assert not is_there("engine/startup/seam_table.py")
     assert not is_there("eams.py")
 

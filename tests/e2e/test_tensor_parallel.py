@@ -24,7 +24,7 @@ from forks import FORKS
 from idling import wait_for
 from local_ray import DEVICE, local_ray
 from own_workers import workers_with
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -354,6 +354,6 @@ def test_an_executor_that_passes_the_actors_workers_by_delivers_nothing(on_ray):
 
     executor.collective_rpc = rpc
     on_ray.submit("long", PROMPTS[0], 8)
-    with pytest.raises(SeamError, match=r"\['long-.*'\], came back with none acknowledged"):
+    with pytest.raises(VllmHookError, match=r"\['long-.*'\], came back with none acknowledged"):
         step_to_the_end(on_ray, seen)
     assert not seen

@@ -52,7 +52,7 @@ def pretend_amx(monkeypatch) -> None:
             **rest,
         )
 
-    @functools.wraps(plan)  # its parameters are a seam that is checked
+    @functools.wraps(plan)  # its parameters are a hook that is checked
     def planning(*, isa, **rest):
         assert isa == "amx", "the layers write tiles: the plan must be for the same kernels"
         return plan(isa="vec", **rest)

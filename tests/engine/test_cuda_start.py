@@ -18,7 +18,7 @@ from cuda_platform import GPUS
 from engines import engine, settings
 from vllm_kvcompress.commands.gpu_memory import defaults_for
 from vllm_kvcompress.engine.attention import cuda as attention_cuda
-from vllm_kvcompress.engine.startup import backend_choice, refusals, seams
+from vllm_kvcompress.engine.startup import backend_choice, refusals, vllm_hooks
 from vllm_kvcompress.engine.startup import configure as configuring
 from vllm_kvcompress.engine.startup.configure import configure
 from vllm_kvcompress.engine.worker.cuda import CompressingGPUWorker
@@ -37,7 +37,7 @@ def cuda(monkeypatch, checkpoints_folder):
     model = make("llama-gqa", checkpoints_folder)
     config = EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
-    for module in (refusals, seams, configuring):
+    for module in (refusals, vllm_hooks, configuring):
         monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"

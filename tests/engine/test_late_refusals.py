@@ -27,7 +27,7 @@ from vllm_kvcompress.engine.attention.backend import override_backends
 from vllm_kvcompress.engine.attention.cpu import CompressedCPUImpl
 from vllm_kvcompress.engine.attention.cuda import CompressedFlashImpl, CompressedTritonImpl
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compressed_specs
-from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.settings.config import CompressionConfig
 
 SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -194,7 +194,7 @@ def test_another_plugins_backend_is_not_thrown_out():
     register_backend(backend, "somebody.elses.Backend")
     try:
         with (
-            pytest.raises(SeamError, match=r"already put somebody\.elses\.Backend there"),
+            pytest.raises(VllmHookError, match=r"already put somebody\.elses\.Backend there"),
             override_backends(attention_cpu.BACKENDS),
         ):
             pytest.fail("must not be entered")
@@ -224,7 +224,7 @@ def test_scales_that_are_not_one_per_layer(wrong, reason, checkpoints_folder):
         context = llm.worker.vllm_config.compilation_config.static_forward_context
         for name, value in wrong.items():
             setattr(list(context.values())[-1], name, value)
-        with pytest.raises(SeamError, match=reason):
+        with pytest.raises(VllmHookError, match=reason):
             bind_compressor(
                 llm.worker.vllm_config, llm.worker.settings, runner, runner.kv_cache_config
             )

@@ -8,7 +8,7 @@ import torch
 
 from checkpoints import make, tokens
 from engines import V2, engine, first_runner, leave_async_scheduling, settings
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 
 PROMPT, SHORT = tokens(300, seed=1), tokens(20, seed=2)
 CHUNK, AHEAD = 128, 8
@@ -200,7 +200,7 @@ def test_nothing_that_was_computed_after_it_is_delivered(llm, fault):
     delivered(llm, seen, steps=5)
     executor.collective_rpc = fault(executor, llm.worker)
     llm.submit("long", PROMPT, 8, extra_args=AT_END)
-    with pytest.raises(SeamError, match=r"came back with .* acknowledged") as stop:
+    with pytest.raises(VllmHookError, match=r"came back with .* acknowledged") as stop:
         delivered(llm, seen, steps=20)
     said = str(stop.value)
     assert "\n" not in said
@@ -214,7 +214,7 @@ def test_nothing_that_was_computed_after_it_is_delivered(llm, fault):
     assert given["short"] == right[: len(given["short"])]
     assert 3 <= len(given["short"]) <= lost  # a token of each step before, and of none after
     for _ in range(2):  # whoever calls again gets nothing
-        with pytest.raises(SeamError, match="came back with"):
+        with pytest.raises(VllmHookError, match="came back with"):
             delivered(llm, seen)
     revive(llm, own, schedule)
     assert llm.free_blocks == free
@@ -248,7 +248,7 @@ def test_a_lost_plan_is_noticed_whatever_it_says(llm, what):
 
     scheduler.schedule = scheduling
     llm.submit("r", prompt, 100)
-    with pytest.raises(SeamError, match=r"\['r-.*'\], came back with none acknowledged"):
+    with pytest.raises(VllmHookError, match=r"\['r-.*'\], came back with none acknowledged"):
         delivered(llm, seen, steps=100)
     (lost,) = (step for step, plan in enumerate(plans) if plan is not None and is_it(plan))
     said = plans[lost]
@@ -285,7 +285,7 @@ def test_whoever_goes_on_after_a_packing_that_failed_gets_nothing(llm, asks, mon
         with pytest.raises(torch.OutOfMemoryError):
             delivered(llm, seen, steps=20)
     # vLLM's older runner stops by itself
-    stops = RuntimeError if not V2 else SeamError
+    stops = RuntimeError if not V2 else VllmHookError
     for _ in range(3):
         with pytest.raises(stops, match=r"State error|step with plan .*'long-.* failed, so the en"):
             delivered(llm, seen, steps=5)

@@ -10,7 +10,7 @@ from configuring import configure
 from engines import engine, settings
 from local_ray import need_ray
 from vllm_kvcompress.engine.startup.refusals import refuse_unsupported
-from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.settings.config import CompressionConfig
 
 
@@ -378,7 +378,7 @@ def test_an_untested_vllm_is_refused(model, version, monkeypatch):
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(SeamError, match=rf"vLLM {version} is untested.*install a vLLM in"):
+    with pytest.raises(VllmHookError, match=rf"vLLM {version} is untested.*install a vLLM in"):
         configure(model)
     configure(model, additional_config={})  # without the setting nobody asks
 

@@ -1,4 +1,4 @@
-"""Seam `attention`: the platform's attention backends, which read the flat page pool.
+"""VllmHook `attention`: the platform's attention backends, which read the flat page pool.
 
 Each backend's classes are vLLM's own with the mixins below before them. The builder adds each
 layer's table and lengths to the batch's metadata; the implementation runs vLLM's attention on them.
@@ -18,7 +18,7 @@ from vllm_kvcompress.engine.compression.compressor import PromptCompressor
 from vllm_kvcompress.engine.pages.layouts import Layout
 from vllm_kvcompress.engine.pages.pool import LayerTables, PagePool
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
-from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES, PLAIN_CACHES
 from vllm_kvcompress.planning.model_traits import Traits, unsupported
 
@@ -190,11 +190,11 @@ def override_backends(backends: Backends) -> Iterator[None]:
     The override ends with the context, so that other engines in this process are not touched.
 
     Raises:
-        SeamError: another plugin has put its own backend in one of these places.
+        VllmHookError: another plugin has put its own backend in one of these places.
     """
     for backend in backends:
         if backend.is_overridden():
-            raise SeamError(
+            raise VllmHookError(
                 f"compression replaces vLLM's own {backend.name} backend, and another plugin"
                 f" already put {backend.get_path()} there; remove that plugin or serve without"
                 " --kv-compress"

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_kvcompress.doctor.checks import Check, Failed, Tell, require
 from vllm_kvcompress.engine.startup.import_failures import import_failure, installed_vllm
-from vllm_kvcompress.errors import KVCompressError, SeamError
+from vllm_kvcompress.errors import KVCompressError, VllmHookError
 
 
 def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
@@ -31,13 +31,13 @@ def examine(spec: dict[str, Any], tell: Tell) -> dict[str, Any] | None:
     try:
         require(tell, _checked("versions", _versions))
         # Not before this: it imports vLLM.
-        from vllm_kvcompress.engine.diagnosis.installation import check_seams, plugin
+        from vllm_kvcompress.engine.diagnosis.installation import check_vllm_hooks, plugin
 
         require(tell, _checked("plugin", plugin))
-        require(tell, _checked("seams", check_seams))
+        require(tell, _checked("hooks", check_vllm_hooks))
         if "--model" not in spec["arguments"]:
             return None
-        # Not before this: it imports what the seams are about.
+        # Not before this: it imports what the hooks are about.
         from vllm_kvcompress.engine.diagnosis.trial import try_model
 
         return try_model(spec, tell)
@@ -61,7 +61,7 @@ def _checked(name: str, check: Callable[[], Check]) -> Check:
     """A check's result; not ok where it could not be made for what vLLM could not import."""
     try:
         return check()
-    except SeamError as e:
+    except VllmHookError as e:
         return Check(name=name, ok=False, detail=str(e))
     except ImportError as e:
         # vLLM imports much of itself only when it is asked for its flags.

@@ -1,4 +1,4 @@
-"""What is installed here: versions, the plugin in vLLM's eyes, and the seams."""
+"""What is installed here: versions, the plugin in vLLM's eyes, and the hooks."""
 
 import importlib.metadata
 import os
@@ -13,9 +13,9 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvcompress.doctor.checks import Check
-from vllm_kvcompress.engine.startup.seam import TESTED, Seam
-from vllm_kvcompress.engine.startup.seams import SEAMS
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.engine.startup.vllm_hook import TESTED, VllmHook
+from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS
+from vllm_kvcompress.errors import VllmHookError
 
 
 def versions() -> Check:
@@ -57,21 +57,21 @@ def plugin() -> Check:
     return Check(name="plugin", ok=False, detail=f"vLLM does not load it: {why}")
 
 
-def check_seams(seams: Sequence[Seam] = SEAMS) -> Check:
+def check_vllm_hooks(hooks: Sequence[VllmHook] = VLLM_HOOKS) -> Check:
     """Whether this vLLM has every place that compression needs on this platform, and what to do."""
     here = "cuda" if current_platform.is_cuda() else "cpu"
-    needed = [seam for seam in seams if seam.on in ("", here)]
+    needed = [hook for hook in hooks if hook.on in ("", here)]
     errors = []
-    for seam in needed:
+    for hook in needed:
         try:
-            seam.check(vllm.__version__)
-        except SeamError as e:
+            hook.check(vllm.__version__)
+        except VllmHookError as e:
             errors.append(e)
     if errors:
-        # one missing package is behind many seams
+        # one missing package is behind many hooks
         sentences = dict.fromkeys([*(e.problem for e in errors), *(e.cure for e in errors)])
-        return Check(name="seams", ok=False, detail="; ".join(sentences))
-    return Check(name="seams", ok=True, detail=f"all {len(needed)} for {here} are there")
+        return Check(name="hooks", ok=False, detail="; ".join(sentences))
+    return Check(name="hooks", ok=True, detail=f"all {len(needed)} for {here} are there")
 
 
 def parser() -> FlexibleArgumentParser:

@@ -1,4 +1,4 @@
-"""Seam `aliases`: the model also answers under the operator's further names.
+"""VllmHook `aliases`: the model also answers under the operator's further names.
 
 The aliases are added to vLLM's list of names, so that vLLM checks, lists and refuses them as it
 does its own. A request that comes under an alias carries the name in its extra arguments, where the

@@ -1,4 +1,4 @@
-"""Seam `api`: check what a request asks for before anything of it runs.
+"""VllmHook `api`: check what a request asks for before anything of it runs.
 
 A wrong value is answered with HTTP 400 on every endpoint, streaming or not. vLLM checks a request's
 parameters when its generator is first asked, and a stream has answered 200 by then; we therefore

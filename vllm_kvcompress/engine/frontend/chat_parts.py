@@ -1,4 +1,4 @@
-"""Seam `chat_parts`: which tokens of a chat are its system prompt, its tools and its question.
+"""VllmHook `chat_parts`: which tokens of a chat are its system prompt, its tools and its question.
 
 Templates decide where these stand, so they are found by rendering: the chat once more with another
 text in their place, or with one more tool before and behind the others. What both have in common,

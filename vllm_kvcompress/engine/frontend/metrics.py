@@ -1,4 +1,4 @@
-"""Seam `metrics`: count what compression does, on vLLM's own ``/metrics``.
+"""VllmHook `metrics`: count what compression does, on vLLM's own ``/metrics``.
 
 Our stat logger has vLLM's interface and is put before vLLM's own in each process that has some. The
 scheduler's figures travel beside a KV connector's, and must be taken off before vLLM's loggers look

@@ -1,4 +1,4 @@
-"""Seam `room`: refuse a prompt that the KV cache can never hold, before anything of it runs.
+"""VllmHook `room`: refuse a prompt that the KV cache can never hold, before anything of it runs.
 
 vLLM makes sure that one longest sequence fits. Where long prompts are packed in pieces, sequences
 may be longer than the pool, and a prompt that is left whole may not fit, because the request asks

@@ -1,4 +1,4 @@
-"""Seam `transfers`: what requests to a decode server may ask of its connector and their prompt.
+"""VllmHook `transfers`: what requests to a decode server may ask of its connector and their prompt.
 
 Where there is no connector, nothing is asked and nothing is refused.
 """

@@ -1,4 +1,4 @@
-"""Seam `usage`: say in a compressed answer's usage how much of its prompt was kept.
+"""VllmHook `usage`: say in a compressed answer's usage how much of its prompt was kept.
 
 The scheduler's notes (`usage_notes`) are taken off vLLM's outputs as they come in, kept with the
 request's own state, and put on each of its results as `kv_compress`. The handler of an HTTP request

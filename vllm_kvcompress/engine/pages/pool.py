@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from kvcompress_kernels.page_tables import page_tables
 from vllm_kvcompress.engine.pages.query_ring import QueryRing
 from vllm_kvcompress.engine.pages.remembered import AttentionSums, Protected, Thresholds
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 
 
 def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -37,7 +37,7 @@ def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
         The flat view ``[pages, ...]``, `layer_offset` ``[L]`` int32 and `block_stride`.
 
     Raises:
-        SeamError: the layers do not lie in one allocation at equal distances.
+        VllmHookError: the layers do not lie in one allocation at equal distances.
     """
     first = layers[0]
     blocks = first.shape[0]
@@ -47,7 +47,7 @@ def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     alike = {(layer.shape, layer.stride()) for layer in layers}
     gaps = {int(starts[b]) - int(starts[a]) for a, b in pairwise(order)}
     if len(one_storage) != 1 or len(alike) != 1 or len(gaps) > 1:
-        raise SeamError(
+        raise VllmHookError(
             "compression needs all layers' KV caches in one allocation at equal distances; got"
             f" {len(one_storage)} allocations, {len(alike)} shapes, distances {sorted(gaps)}"
         )
@@ -55,7 +55,7 @@ def flat_pages(layers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     layer_step = gaps.pop() if gaps else block_step * blocks
     page_step = min(layer_step, block_step)
     if max(layer_step, block_step) % page_step:
-        raise SeamError(
+        raise VllmHookError(
             "compression needs pages at multiples of one distance; got layer stride"
             f" {layer_step} and block stride {block_step} for {len(layers)} layers of {blocks}"
         )

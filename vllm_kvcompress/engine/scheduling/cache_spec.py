@@ -1,4 +1,4 @@
-"""Seam `cache_spec`: what vLLM knows of a compressed group of layers, and of its manager."""
+"""VllmHook `cache_spec`: what vLLM knows of a compressed group of layers, and of its manager."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""Seam `coordination`: what compression asks of all groups of a model's layers at once.
+"""VllmHook `coordination`: what compression asks of all groups of a model's layers at once.
 
 vLLM keeps a manager of blocks for each group, and a coordinator that asks one after the other.
 Layers with a sliding window, and those that keep a state, are groups of their own, which stay
@@ -19,7 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindo
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 
 # The managers of other groups that may stand beside ours.
 _KNOWN = (SlidingWindowManager, MambaManager)
@@ -29,7 +29,7 @@ class Coordination:
     """Stands between one scheduler's `KVCacheManager` and its coordinator.
 
     Raises:
-        SeamError: no manager is ours, or there are others than those of sliding windows and states.
+        VllmHookError: No manager is ours, or one is neither ours nor for sliding windows or states.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -39,7 +39,7 @@ class Coordination:
         others = [manager for manager in managers if type(manager) in _KNOWN]
         if len(ours) != 1 or len(ours) + len(others) != len(managers):
             names = [type(manager).__name__ for manager in managers]
-            raise SeamError(
+            raise VllmHookError(
                 "compression needs one KV cache group managed by CompressedManager, and none beside"
                 f" it but those of sliding windows and states; got {names}"
             )

@@ -1,4 +1,4 @@
-"""Seam `kv_cache`: the manager of a compressed group's blocks.
+"""VllmHook `kv_cache`: the manager of a compressed group's blocks.
 
 The manager plans a compression once the chunk that ends a prefill has its blocks, because that
 is the moment at which more can still be asked for. How much is kept depends on lengths

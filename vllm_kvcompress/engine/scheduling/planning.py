@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.scheduling.admission import Admissions
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.planning.holding import Holding
@@ -62,9 +62,9 @@ class Planner:
         self._pulled: set[str] = set()
 
     def request(self, request_id: str) -> Request:
-        """Raises SeamError where no scheduler of ours is there."""
+        """Raises VllmHookError where no scheduler of ours is there."""
         if self._requests is None:
-            raise SeamError(
+            raise VllmHookError(
                 "CompressedManager knows no scheduler; select the scheduler through"
                 " --kv-compress, not by hand"
             )

@@ -1,4 +1,4 @@
-"""Seam `scheduler`: vLLM's schedulers, with the step's compressions on their output.
+"""VllmHook `scheduler`: vLLM's schedulers, with the step's compressions on their output.
 
 Both of vLLM's schedulers are subclassed, because one that is not an `AsyncScheduler` would lose
 async scheduling. Nothing of their bodies is repeated.
@@ -27,7 +27,7 @@ from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.planning.pieces import EveryPiece
 
 logger = init_logger("vllm.kvcompress")
@@ -164,10 +164,10 @@ class _Compressing:
         """vLLM's step, with its plan.
 
         Raises:
-            SeamError: an earlier plan was lost; nothing may run on the blocks that it freed.
+            VllmHookError: an earlier plan was lost; nothing may run on the blocks that it freed.
         """
         if self._lost is not None:
-            raise SeamError(self._lost)
+            raise VllmHookError(self._lost)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         plan = self.compressed_manager.take_step(self.next_step)
         attach_plan(output, plan)
@@ -182,8 +182,8 @@ class _Compressing:
         """Also hear what the workers have carried out and packed, and let the answers know.
 
         Raises:
-            SeamError: not what this step's plan says, or an earlier step with a plan failed; none
-                of the step's tokens is delivered.
+            VllmHookError: The report does not match this step's plan, or an earlier step with a
+                plan failed. None of the step's tokens is delivered.
         """
         report = report_of(model_runner_output)
         self._check_report(scheduler_output, report)
@@ -239,7 +239,7 @@ class _Compressing:
             f"workers must carry out every compression, but {happened}, so the engine stops before"
             f" it reads blocks that were freed and not packed; {cure}"
         )
-        raise SeamError(self._lost)
+        raise VllmHookError(self._lost)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, and ours beside a KV connector's; `metrics` takes them off."""

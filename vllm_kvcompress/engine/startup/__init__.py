@@ -1,1 +1,1 @@
-"""What runs once, before a model is loaded: flags, seams, refusals, the choice of classes."""
+"""What runs once, before a model is loaded: flags, hooks, refusals, the choice of classes."""

@@ -1,4 +1,4 @@
-"""Seam `cli_args`: ``--kv-compress`` and its companions for every vLLM command that serves.
+"""VllmHook `cli_args`: ``--kv-compress`` and its companions for every vLLM command that serves.
 
 The flags are folded into ``--additional-config`` as ``{"kvcompress": {...}}`` when vLLM turns the
 parsed arguments into EngineArgs: whatever the order of the flags, neither overwrites the other.

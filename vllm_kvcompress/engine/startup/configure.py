@@ -1,4 +1,4 @@
-"""Seam `configure`: read ``additional_config["kvcompress"]`` and select our classes.
+"""VllmHook `configure`: read ``additional_config["kvcompress"]`` and select our classes.
 
 Runs once, in the process that builds the VllmConfig, before any model is loaded. Without the
 setting it returns vLLM's configuration untouched.
@@ -18,8 +18,8 @@ from vllm_kvcompress.engine.layers import groups_of
 from vllm_kvcompress.engine.messages.settings import attach_settings, settings_given
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
-from vllm_kvcompress.engine.startup.seams import check, check_all
-from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.engine.startup.vllm_hooks import check, check_all
+from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -44,7 +44,7 @@ def configure(config: VllmConfig, settings: CompressionConfig) -> None:
 
     Raises:
         ConfigError: the model or an option cannot work with compression.
-        SeamError: this vLLM is not supported.
+        VllmHookError: this vLLM is not supported.
     """
     check_all(vllm.__version__)
     refuse_unsupported(config, settings)
@@ -162,12 +162,12 @@ def _judges(settings: CompressionConfig) -> str:
 def _install_doors(settings: CompressionConfig) -> None:
     """Install what checks requests and counts, in this process, which takes requests.
 
-    With compression off, a vLLM that lacks these seams is served as it is. One that lacks the seam
+    With compression off, a vLLM that lacks these hooks is served as it is. One that lacks the hook
     of a setting that was given is refused.
 
     Raises:
         ConfigError: the model's names are looked up by a front end that is not vLLM's in Python.
-        SeamError: the model cannot have further names here.
+        VllmHookError: the model cannot have further names here.
     """
     if settings.alias:
         if (reason := front_end()) is not None:
@@ -184,7 +184,7 @@ def _install_doors(settings: CompressionConfig) -> None:
         usage.install()
     try:
         check("frontend.api", "frontend.chat_parts", "frontend.metrics", version=vllm.__version__)
-    except SeamError:
+    except VllmHookError:
         return
     # Imported here: engines' and workers' processes need neither.
     from vllm_kvcompress.engine.frontend import api, chat_parts, metrics

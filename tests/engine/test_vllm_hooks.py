@@ -13,26 +13,26 @@ from packaging.requirements import Requirement
 
 import vllm_kvcompress.engine as engine_package
 from checkpoints import make
-from vllm_kvcompress.engine.diagnosis.installation import check_seams
+from vllm_kvcompress.engine.diagnosis.installation import check_vllm_hooks
 from vllm_kvcompress.engine.startup import import_failures
-from vllm_kvcompress.engine.startup.seam import TESTED, Seam
-from vllm_kvcompress.engine.startup.seams import SEAMS, check_all
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.engine.startup.vllm_hook import TESTED, VllmHook
+from vllm_kvcompress.engine.startup.vllm_hooks import VLLM_HOOKS, check_all
+from vllm_kvcompress.errors import VllmHookError
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{seam.name}-{seam.target}")
-def test_every_seam_is_in_this_vllm(seam):
-    seam.check(vllm.__version__)
+@pytest.mark.parametrize("hook", VLLM_HOOKS, ids=lambda hook: f"{hook.name}-{hook.target}")
+def test_every_seam_is_in_this_vllm(hook):
+    hook.check(vllm.__version__)
 
 
 def test_every_seam_names_a_module_of_ours_and_an_end():
-    for seam in SEAMS:
-        importlib.import_module(f"vllm_kvcompress.engine.{seam.name}")
-        assert seam.kind in ("registry", "subclass", "wrap", "use")
-        assert seam.remove_when
+    for hook in VLLM_HOOKS:
+        importlib.import_module(f"vllm_kvcompress.engine.{hook.name}")
+        assert hook.kind in ("registry", "subclass", "wrap", "use")
+        assert hook.remove_when
 
 
-# `diagnosis` runs before the seams were checked, or on an engine that has started
+# `diagnosis` runs before the hooks were checked, or on an engine that has started
 UNLISTED = {
     "vllm:SamplingParams",
     "vllm.plugins:load_general_plugins",
@@ -50,7 +50,7 @@ def imported_from_vllm():
 
 
 def test_every_touch_of_vllm_is_in_the_table():
-    targets = (seam.target.partition(":") for seam in SEAMS)
+    targets = (hook.target.partition(":") for hook in VLLM_HOOKS)
     listed = {f"{module}:{name.split('.')[0]}" for module, _, name in targets}
     touched = set(imported_from_vllm())
     assert len(touched) > 60
@@ -61,7 +61,7 @@ def test_every_touch_of_vllm_is_in_the_table():
 def is_module(name):
     """A module of vLLM, whose functions are listed one by one."""
     module = name.replace(":", ".")
-    return any(seam.target.startswith(f"{module}:") for seam in SEAMS)
+    return any(hook.target.startswith(f"{module}:") for hook in VLLM_HOOKS)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def is_module(name):
     ],
 )
 def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
-    seam = Seam(name="x", target=target, kind="wrap", params=params, remove_when="never")
-    with pytest.raises(SeamError, match=message) as refusal:
-        seam.check("0.32.0")
+    hook = VllmHook(name="x", target=target, kind="wrap", params=params, remove_when="never")
+    with pytest.raises(VllmHookError, match=message) as refusal:
+        hook.check("0.32.0")
     assert "install a vLLM in" in str(refusal.value)
     assert "without --kv-compress" in str(refusal.value)
 
@@ -111,7 +111,7 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
         ),
         (
             "from json import no_such_name",
-            "vLLM 0.33.0 cannot import importing.seam here (ImportError: cannot import name"
+            "vLLM 0.33.0 cannot import importing.hook here (ImportError: cannot import name"
             " 'no_such_name' from 'json'",
         ),
         (
@@ -129,22 +129,22 @@ def test_trap_22_a_missing_seam_is_named_with_the_cure(target, params, message):
 def test_what_keeps_a_module_of_vllm_from_being_imported_is_told(
     imports, message, tmp_path, monkeypatch
 ):
-    """A package that vLLM needs is not a seam that vLLM lost: another vLLM would not help."""
+    """A package that vLLM needs is not a hook that vLLM lost: another vLLM would not help."""
     (tmp_path / "importing").mkdir()
-    (tmp_path / "importing" / "seam.py").write_text(imports + "\nclass Thing: pass\n")
+    (tmp_path / "importing" / "hook.py").write_text(imports + "\nclass Thing: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "importing.seam", raising=False)
+    monkeypatch.delitem(sys.modules, "importing.hook", raising=False)
     monkeypatch.delitem(sys.modules, "importing", raising=False)
-    seam = Seam(
-        name="x", target="importing.seam:Thing", kind="wrap", params=(), remove_when="never"
+    hook = VllmHook(
+        name="x", target="importing.hook:Thing", kind="wrap", params=(), remove_when="never"
     )
-    with pytest.raises(SeamError) as refusal:
-        seam.check("0.33.0")
+    with pytest.raises(VllmHookError) as refusal:
+        hook.check("0.33.0")
     assert message in str(refusal.value)
     assert "install a vLLM in" not in str(refusal.value)
     # and `kvcompress doctor` says it once for all that it is behind
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    assert check_seams([seam, seam]).detail == str(refusal.value)
+    assert check_vllm_hooks([hook, hook]).detail == str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def test_the_cure_changes_what_is_installed(asked, cure, monkeypatch):
 
 
 def test_check_all_stops_at_the_first_lost_seam(monkeypatch):
-    from vllm_kvcompress.engine.startup import seams
+    from vllm_kvcompress.engine.startup import vllm_hooks
 
-    lost = Seam(name="x", target="vllm:no_such", kind="wrap", params=(), remove_when="never")
-    monkeypatch.setattr(seams, "SEAMS", (*SEAMS, lost))
-    with pytest.raises(SeamError, match="vllm:no_such"):
+    lost = VllmHook(name="x", target="vllm:no_such", kind="wrap", params=(), remove_when="never")
+    monkeypatch.setattr(vllm_hooks, "VLLM_HOOKS", (*VLLM_HOOKS, lost))
+    with pytest.raises(VllmHookError, match="vllm:no_such"):
         check_all(vllm.__version__)
 
 
@@ -211,14 +211,14 @@ sys.modules["vllm.entrypoints.openai.responses.serving"] = None
 import vllm_kvcompress
 vllm_kvcompress.register()
 from vllm.engine.arg_utils import EngineArgs
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 options = dict(model=sys.argv[1], skip_tokenizer_init=True, max_model_len=512)
 config = EngineArgs(**options).create_engine_config()
 assert config.scheduler_config.scheduler_cls is None
 try:
     EngineArgs(**options, additional_config={"kvcompress": {"compress": "cake"}})\
         .create_engine_config()
-except SeamError as e:
+except VllmHookError as e:
     assert "has no vllm.entrypoints.openai.responses.serving" in str(e), e
     print("fine")
 """

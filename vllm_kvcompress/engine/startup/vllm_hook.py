@@ -9,13 +9,13 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from vllm_kvcompress.engine.startup.import_failures import import_failure, is_gone
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.errors import VllmHookError
 
 TESTED = SpecifierSet(">=0.31,<0.34")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seam:
+class VllmHook:
     """One place where we touch vLLM.
 
     Args:
@@ -37,7 +37,7 @@ class Seam:
     on: str = ""
 
     def check(self, version: str) -> None:
-        """Raise SeamError unless `target` exists and takes `params`. Touches nothing.
+        """Raise VllmHookError unless `target` exists and takes `params`. Touches nothing.
 
         A module that is there but cannot be imported gets an error that says what is missing.
         """
@@ -49,23 +49,25 @@ class Seam:
         except Exception as e:
             # Anything may go wrong while others' modules are imported.
             if is_gone(module, e):
-                raise SeamError(gone, cure) from e
+                raise VllmHookError(gone, cure) from e
             raise import_failure(e, version, module) from e
         try:
             for part in qualname.split("."):
                 resolved = getattr(resolved, part)
         except AttributeError as e:
-            raise SeamError(gone, cure) from e
+            raise VllmHookError(gone, cure) from e
         parameters = inspect.signature(resolved).parameters if self.params else {}
         if lost := set(self.params) - parameters.keys():
-            raise SeamError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)
+            raise VllmHookError(f"vLLM {version}: {self.target} lost {sorted(lost)}", cure)
 
 
-def seams(name: str, kind: str, remove_when: str, *signatures: str, on: str = "") -> Iterator[Seam]:
+def vllm_hooks(
+    name: str, kind: str, remove_when: str, *signatures: str, on: str = ""
+) -> Iterator[VllmHook]:
     """What one of our modules needs for one reason, each as ``module:qualname(param, param)``."""
     for signature in signatures:
         target, _, params = signature.rstrip(")").partition("(")
-        yield Seam(
+        yield VllmHook(
             name=name,
             target=target,
             kind=kind,

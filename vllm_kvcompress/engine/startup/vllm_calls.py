@@ -1,14 +1,14 @@
-"""What we only call or read of vLLM: the part of the table of seams that changes nothing."""
+"""What we only call or read of vLLM: the part of the table of hooks that changes nothing."""
 
-from vllm_kvcompress.engine.startup.seam import seams
+from vllm_kvcompress.engine.startup.vllm_hook import vllm_hooks
 
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn:"
 _FLASH = "vllm.v1.attention.backends.flash_attn:"
 _TRITON = "vllm.v1.attention.backends.triton_attn:"
 _USED = "we no longer import it"
 
-USED = (
-    *seams(
+VLLM_CALLS = (
+    *vllm_hooks(
         "startup",
         "use",
         _USED,
@@ -19,7 +19,7 @@ USED = (
         "vllm.logger:init_logger",
         "vllm:envs",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend",
         "use",
         _USED,
@@ -30,13 +30,13 @@ USED = (
         "vllm.multimodal.inputs:MultiModalFeatureSpec(modality, identifier, mm_position, mm_hash)",
         "vllm.v1.engine:EngineCoreRequest(prompt_token_ids, mm_features, sampling_params)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend",
         "use",
         _USED,
         "vllm.entrypoints.openai.models.protocol:BaseModelPath(name, model_path)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling",
         "use",
         _USED,
@@ -61,13 +61,13 @@ USED = (
         "vllm.v1.request:RequestStatus.FINISHED_STOPPED",
         "vllm.v1.request:RequestStatus.FINISHED_LENGTH_CAPPED",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.fence",
         "use",
         "we no longer call it",
         "vllm.v1.core.sched.scheduler:Scheduler._free_cow_retained_blocks(blocks, fence_seq)",
     ),
-    *seams(
+    *vllm_hooks(
         "worker",
         "use",
         _USED,
@@ -80,7 +80,7 @@ USED = (
         "vllm.v1.outputs:LogprobsTensors(logprob_token_ids, logprobs, selected_token_ranks)",
         "vllm.utils.torch_utils:kv_cache_dtype_str_to_dtype(kv_cache_dtype, model_config)",
     ),
-    *seams(
+    *vllm_hooks(
         "attention",
         "use",
         _USED,
@@ -91,7 +91,7 @@ USED = (
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden",
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.clear_override",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.cpu",
         "use",
         _USED,
@@ -102,7 +102,7 @@ USED = (
         " slot_mapping, scheduler_metadata, causal)",
         on="cpu",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.cuda",
         "use",
         _USED,

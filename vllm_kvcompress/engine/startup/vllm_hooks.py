@@ -2,9 +2,9 @@
 
 from vllm.platforms import current_platform
 
-from vllm_kvcompress.engine.startup.seam import TESTED, seams
-from vllm_kvcompress.engine.startup.used import USED
-from vllm_kvcompress.errors import SeamError
+from vllm_kvcompress.engine.startup.vllm_calls import VLLM_CALLS
+from vllm_kvcompress.engine.startup.vllm_hook import TESTED, vllm_hooks
+from vllm_kvcompress.errors import VllmHookError
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
@@ -22,21 +22,21 @@ STATES = "states"
 _HOOK = "never: vLLM's own hook"
 _CALLED = "we no longer call it"
 
-SEAMS = (
-    *seams(
+VLLM_HOOKS = (
+    *vllm_hooks(
         "startup.cli_args",
         "wrap",
         "vLLM lets plugins add command-line flags",
         "vllm.engine.arg_utils:EngineArgs.add_cli_args(parser)",
         "vllm.engine.arg_utils:EngineArgs.from_cli_args(args)",
     ),
-    *seams(
+    *vllm_hooks(
         "startup.configure",
         "wrap",
         "vLLM calls plugins with the finished VllmConfig",
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     ),
-    *seams(
+    *vllm_hooks(
         "startup.refusals",
         "wrap",
         "vLLM says which executors send every step through the worker",
@@ -45,7 +45,7 @@ SEAMS = (
         "vllm.v1.executor.uniproc_executor:UniProcExecutor",
         "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher",
     ),
-    *seams(
+    *vllm_hooks(
         "startup.backend_choice",
         "wrap",
         "a plugin may say which attention backends it works with",
@@ -53,7 +53,7 @@ SEAMS = (
         "vllm.config:set_current_vllm_config(vllm_config)",
         on="cuda",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.api",
         "wrap",
         "vLLM lets plugins check a request's extra arguments",
@@ -71,7 +71,7 @@ SEAMS = (
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._with_kv_transfer_rejection_cleanup"
         "(awaitable, request, raw_request)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.chat_parts",
         "wrap",
         "vLLM tells which tokens of a chat are its system prompt, its tools and its last message",
@@ -79,7 +79,7 @@ SEAMS = (
         "vllm.renderers.base:BaseRenderer.render_chat_async"
         "(conversations, chat_params, tok_params)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.chat_parts",
         "use",
         _CALLED,
@@ -89,7 +89,7 @@ SEAMS = (
         "vllm.renderers.params:ChatParams(chat_template_kwargs)",
         "vllm.renderers.params:TokenizeParams(return_token_offsets, truncate_prompt_tokens)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.aliases",
         "wrap",
         "vLLM serves a model under names that stand for extra arguments",
@@ -98,7 +98,7 @@ SEAMS = (
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.model_name(lora_request)",
         "vllm.entrypoints.serve.engine.serving:BaseServing._check_model(request)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.usage",
         "wrap",
         _USAGE,
@@ -111,39 +111,39 @@ SEAMS = (
         "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens(request)",
         "vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo(cached_tokens)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.usage_notes",
         "wrap",
         _USAGE,
         "vllm.v1.engine:EngineCoreOutput(request_id, kv_transfer_params)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.metrics",
         "wrap",
         "vLLM's stat-logger plugins may decline, and are loaded offline",
         "vllm.v1.metrics.loggers:StatLoggerManager.__init__(vllm_config)",
     ),
-    *seams(
+    *vllm_hooks(
         "frontend.metrics",
         "subclass",
         "never: vLLM's own interface",
         "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record"
         "(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.cache_spec",
         "registry",
         _HOOK,
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register"
         "(kvcache_spec_cls, manager_class, uniform_type_base_spec)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.cache_spec",
         "subclass",
         "vLLM asks a manager, not its spec, what one request takes at most",
         "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes(vllm_config)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.kv_cache",
         "subclass",
         _TABLES,
@@ -152,59 +152,59 @@ SEAMS = (
         f"{_MANAGER}.pop_blocks_for_free(request_id)",
         "vllm.v1.core.block_pool:BlockPool.evict_blocks(block_ids)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
         "vLLM lets plugins attach data to the SchedulerOutput",
         f"{_SCHEDULER}.schedule",
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
         "vLLM lets a plugin say where chunks of a prompt end",
         f"{_SCHEDULER}._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
         f"{_SCHEDULER}.add_request(request)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
         "vLLM lets a plugin schedule rows that are no tokens of a request",
         f"{_SCHEDULER}._update_after_schedule(scheduler_output)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
         "vLLM lets a plugin say which tokens of a prompt that was pulled are computed again",
         f"{_SCHEDULER}._update_waiting_for_remote_kv(request)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.coordination",
         "wrap",
         "vLLM tells managers that a prompt is being pulled",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots(delay_cache_blocks)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.scheduler",
         "subclass",
         _TABLES,
         f"{_SCHEDULER}.update_from_output(scheduler_output, model_runner_output)",
         f"{_SCHEDULER}.make_stats",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.next_step",
         "use",
         _CALLED,
         f"{_SCHEDULER}._mamba_block_aligned_split"
         "(request, num_new_tokens, num_new_local_computed_tokens)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.coordination",
         "wrap",
         "vLLM's managers are told whose prefix they look up",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(request)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.coordination",
         "wrap",
         _TABLES,
@@ -213,13 +213,13 @@ SEAMS = (
         f"{_COORDINATOR}.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)",
         f"{_COORDINATOR}.cache_blocks(request, num_computed_tokens)",
     ),
-    *seams(
+    *vllm_hooks(
         "scheduling.scheduler",
         "wrap",
         "vLLM carries a plugin's statistics",
         "vllm.v1.metrics.stats:SchedulerStats(kv_connector_stats)",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.cpu",
         "subclass",
         _TABLES,
@@ -230,7 +230,7 @@ SEAMS = (
         f"{_CPU_WORKER}.initialize_from_config(kv_cache_config)",
         on="cpu",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.cpu",
         "subclass",
         _TABLES,
@@ -242,19 +242,19 @@ SEAMS = (
         "(layer, query, key, value, kv_cache, attn_metadata, output)",
         on="cpu",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.backend",
         "registry",
         _HOOK,
         "vllm.v1.attention.backends.registry:register_backend(backend, class_path)",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.backend",
         "wrap",
         "vLLM forgets a cached backend when its override changes",
         "vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.cpu",
         "wrap",
         "vLLM says how its CPU kernels store keys and values",
@@ -262,13 +262,13 @@ SEAMS = (
         "(layer, key, value, kv_cache, slot_mapping)",
         on="cpu",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.worker",
         "wrap",
         "vLLM lets a worker attach data to a step's output",
         "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.cuda",
         "subclass",
         _TABLES,
@@ -281,7 +281,7 @@ SEAMS = (
         f"{_GPU_WORKER}.execute_model(scheduler_output)",
         on="cuda",
     ),
-    *seams(
+    *vllm_hooks(
         "attention.cuda",
         "subclass",
         _TABLES,
@@ -297,7 +297,7 @@ SEAMS = (
         "(common_attn_metadata)",
         on="cuda",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.worker",
         "wrap",
         "vLLM lets a plugin ask for a step without whole-graph replay",
@@ -306,13 +306,13 @@ SEAMS = (
         "vllm.v1.worker.gpu.dp_utils:dispatch_cg_and_sync_dp"
         "(cudagraph_manager, uniform_token_count, dp_size, dp_rank)",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.worker",
         "subclass",
         "vLLM's executors hear what any rank raises",
         "vllm.v1.worker.worker_base:WorkerBase.__init__(rank)",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.probe_rows",
         "wrap",
         "vLLM lets a plugin schedule rows that are no tokens of a request",
@@ -321,7 +321,7 @@ SEAMS = (
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem(index, x)",
         "vllm.v1.core.sched.output:CachedRequestData(all_token_ids)",
     ),
-    *seams(
+    *vllm_hooks(
         "worker.batch_rows",
         "wrap",
         "vLLM tells attention the rows of a batch of models whose layers keep a state",
@@ -330,34 +330,34 @@ SEAMS = (
         "vllm.v1.worker.gpu.input_batch:InputBatch(idx_mapping_np)",
         on=STATES,
     ),
-    *seams(
+    *vllm_hooks(
         "pages.pool",
         "wrap",
         "torch uploads host lists without waiting",
         "vllm.utils.torch_utils:async_tensor_h2d(data, device, dtype, out)",
     ),
-    *USED,
+    *VLLM_CALLS,
 )
 
 
 def check_all(version: str) -> None:
-    """Raise SeamError unless this vLLM is supported and has this platform's seams.
+    """Raise VllmHookError unless this vLLM is supported and has this platform's hooks.
 
     Touches nothing.
     """
     if not TESTED.contains(version, prereleases=True):
-        raise SeamError(
+        raise VllmHookError(
             f"vLLM {version} is untested with --kv-compress; install a vLLM in {TESTED}, or serve"
             " without --kv-compress"
         )
     platform = "cuda" if current_platform.is_cuda() else "cpu"
-    for seam in SEAMS:
-        if seam.on in ("", platform):
-            seam.check(version)
+    for hook in VLLM_HOOKS:
+        if hook.on in ("", platform):
+            hook.check(version)
 
 
 def check(*names: str, version: str) -> None:
-    """Raise SeamError unless this vLLM has the seams of some of our modules."""
-    for seam in SEAMS:
-        if seam.name in names:
-            seam.check(version)
+    """Raise VllmHookError unless this vLLM has the hooks of some of our modules."""
+    for hook in VLLM_HOOKS:
+        if hook.name in names:
+            hook.check(version)
