@@ -118,8 +118,8 @@ def filled(isa: str, args: argparse.Namespace) -> Any:
 def finished(budget: float, args: argparse.Namespace) -> Any:
     import torch
 
-    from vllm_kvcompress.engine.compression.packer import Job
-    from vllm_kvcompress.engine.messages.step import Pack
+    from vllm_kvcompress.engine.compression.packer import PackJob
+    from vllm_kvcompress.engine.messages.step import PackRequest
     from vllm_kvcompress.methods.base import Reads
     from vllm_kvcompress.methods.page_plan import page_plan
     from vllm_kvcompress.settings.config import CompressionConfig
@@ -138,14 +138,16 @@ def finished(budget: float, args: argparse.Namespace) -> Any:
     queries = {
         layer: torch.randn(shape, generator=generator).bfloat16() for layer in range(args.layers)
     }
-    todo = Pack(
+    pack_request = PackRequest(
         request_id="r",
         settings=settings,
         plan=plan,
         tokens=args.prompt,
         destination=tuple(range(blocks + 1, blocks + 1 + plan.blocks)),
     )
-    return Job(todo=todo, method=method, blocks=torch.arange(blocks), queries=queries)
+    return PackJob(
+        pack_request=pack_request, method=method, blocks=torch.arange(blocks), queries=queries
+    )
 
 
 def timed(packer: Any, what: Any) -> tuple[dict[str, float], Any]:
@@ -188,7 +190,7 @@ def token_by_token(compressor: Any, what: Any, args: argparse.Namespace) -> floa
     flat = pages.flatten(2)
     keys = flat[..., : block * dim].unflatten(-1, (block // 16, dim // 2, 16, 2))
     values = flat[..., block * dim :].unflatten(-1, (dim // 16, block // 2, 16, 2))
-    count = what.todo.plan.pages // args.layers * block
+    count = what.pack_request.plan.pages // args.layers * block
     generator = torch.Generator().manual_seed(2)
     kept = torch.randperm(args.prompt, generator=generator)[:count].sort().values
     head, slot = torch.arange(args.heads[1])[:, None], kept % block

@@ -118,7 +118,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
     from transformers import AutoConfig
     from vllm import LLM
 
-    from vllm_kvcompress.planning.standing import standing_blocks
+    from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
     from vllm_kvcompress.settings.config import CompressionConfig
 
     own: dict[str, Any] = {"compress": args.method, "budget": args.budget}
@@ -136,7 +136,7 @@ def contender(name: str, args: argparse.Namespace) -> Contender:
         max_model_len=longest,
         # the smallest pool in which the longest prompt looks ahead, so that nothing else is taken
         num_gpu_blocks_override=1
-        + standing_blocks(settings, layers, BLOCK, longest)
+        + uncompressed_prompt_blocks(settings, layers, BLOCK, longest)
         + -(-args.lookahead // BLOCK),
         block_size=BLOCK,
         enforce_eager=True,

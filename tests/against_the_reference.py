@@ -117,13 +117,13 @@ def equals_the_reference(preset, shape, ratio, sinks=None, answered=0, window=No
     if sinks is not None:
         of_heads = sinks.double().numpy()
         exact = [(ref.with_sinks(q, of_heads[i]), k, v) for i, (q, k, v) in enumerate(exact)]
-    by_answer = ref.BY_ANSWER.get(preset) if answered else None
+    scored_by_output = ref.BY_ANSWER.get(preset) if answered else None
     latest = answered if answered < w else None
     scores = [
-        by_answer(*layer, w, latest) if by_answer else scores_of(preset, *layer, w)
+        scored_by_output(*layer, w, latest) if scored_by_output else scores_of(preset, *layer, w)
         for layer in exact
     ]
-    size = None if by_answer else CHUNKS.get(preset)
+    size = None if scored_by_output else CHUNKS.get(preset)
     base = max(math.floor(ratio * (tokens - answered)), own + 1) + answered - w - len(guarded)
     allocator_window = min(answered, w) if answered else w
     free_scores = [score[:, others] for score in scores]

@@ -222,15 +222,15 @@ class Engine:
         """From now on: what `look` makes of each prompt that was packed to its end, in order.
 
         Args:
-            look: takes its place in the plan `todo`, and what `Packer.observers` are told: the
-                slots `kept` and the pages `counts`.
+            look: called with the `PackRequest` and with what `Packer.observers` receive: the slots
+                `kept` and the pages `counts`.
             after: called with the same and the pages that each layer keeps.
         """
         seen: list[Any] = []
 
-        def packed(todo: Any, kept: Any, counts: Any) -> None:
-            if todo.prefill and todo.ends:
-                done = SimpleNamespace(todo=todo, kept=kept, counts=counts)
+        def packed(pack_request: Any, kept: Any, counts: Any) -> None:
+            if pack_request.prefill and pack_request.ends:
+                done = SimpleNamespace(pack_request=pack_request, kept=kept, counts=counts)
                 seen.append(look(done))
                 after(done, counts)
 
@@ -240,13 +240,15 @@ class Engine:
     def holdings(self) -> list[Any]:
         """What each request holds whose answer is bounded, once its prefill has ended."""
         schedules = self.manager.planner.schedules.values()
-        return [each.holding for each in schedules if each.prefilled and each.answer is not None]
+        return [each.footprint for each in schedules if each.prefilled and each.answer is not None]
 
     def watch_repacking(self) -> list[str]:
         """From now on: the request of each answer, and piece, that is packed, in order."""
         seen: list[str] = []
         self.compressor.packer.observers.append(
-            lambda todo, kept, counts: None if todo.whole else seen.append(todo.request_id)
+            lambda pack_request, kept, counts: (
+                None if pack_request.whole else seen.append(pack_request.request_id)
+            )
         )
         return seen
 

@@ -16,7 +16,7 @@ def observe_rows(method, rows, query, window, at_once, sums=None, latest=None):
         attention = (
             None
             if query is None
-            else method.attention(own, query[part], latest, by_answer=latest is not None)
+            else method.attention(own, query[part], latest, scored_by_output=latest is not None)
         )
         paid = None if sums is None else sums[part]
         observed += method.observe(own, window, attention, paid)

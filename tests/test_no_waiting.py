@@ -5,11 +5,11 @@ import torch
 
 from kvcompress_kernels import contract
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, PagedKeys, PagedValues
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
-from vllm_kvcompress.methods.method import Observed
+from vllm_kvcompress.methods.method import LayerObservation
 from vllm_kvcompress.methods.page_plan import page_plan
 from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.methods.prompt import Columns, PagedKeys, PagedValues, Prompt
 from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
 from vllm_kvcompress.methods.scorers.lagkv import LagKV
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -39,7 +39,7 @@ def observed(method, past):
         stats = {"entropy": on_device(), "shift": on_device()}
     elif Reads.COLUMN_SUMS in method.allocator.reads:
         stats = {"column_variance": on_device(HEADS)}
-    return [Observed(scores=on_device(KV_HEADS, past), **stats) for _ in range(LAYERS)]
+    return [LayerObservation(scores=on_device(KV_HEADS, past), **stats) for _ in range(LAYERS)]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -67,7 +67,7 @@ def test_pages_and_positions(name, tokens):
 @pytest.mark.parametrize("scorer", [KeyDiff(), LagKV(lag=32)])
 def test_scores_of_keys_and_values(scorer):
     where = {"pages": on_device(13, dtype=torch.int64), "tokens": 200}
-    shown = Columns(
+    shown = AttentionStats(
         num_kv_heads=KV_HEADS,
         past=168,
         device=torch.device("meta"),
@@ -81,7 +81,7 @@ def test_scores_of_keys_and_values(scorer):
 
 def test_integer_budgets():
     weights, caps = on_device(3, LAYERS), on_device(3, LAYERS, dtype=torch.int64)
-    plan = page_plan(Prompt(num_layers=LAYERS, tokens=300, window=8, budget=100), 16)
+    plan = page_plan(BudgetSpec(num_layers=LAYERS, tokens=300, window=8, budget=100), 16)
     with nothing_uploaded_or_read():
         for total in (100, on_device(dtype=torch.int64)):
             given = apportion(weights, total, caps, 8)

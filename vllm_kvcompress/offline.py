@@ -16,11 +16,11 @@ import torch
 from kvcompress_kernels.column_sums import column_sums
 from kvcompress_kernels.merge_evicted import merge_evicted
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import Method, Observed
+from vllm_kvcompress.methods.method import LayerObservation, Method
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.rows import Rows
+from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, parse_spans
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
@@ -112,7 +112,7 @@ def compress(
     plan = _plan(settings, layers, tokens, page_size, spans)
     if plan is None:
         return _whole(keys, values)
-    method = method_of(settings, by_answer=plan.by_answer)
+    method = method_of(settings, scored_by_output=plan.scored_by_output)
     rows = _rows(keys, values, page_size, dim**-0.5 if scale is None else float(scale), sinks)
     observed = _observe(method, plan, rows, queries)
     return _collect(method, plan, rows, observed, keys, values)
@@ -142,7 +142,7 @@ def _plan(
         prefilled=prompt,
         spans=spans,
     )
-    return ahead.plan(Holding(num_layers=layers, block_size=page_size), tokens)
+    return ahead.plan(KVFootprint(num_layers=layers, block_size=page_size), tokens)
 
 
 def _rows(
@@ -151,13 +151,13 @@ def _rows(
     page_size: int,
     scale: float,
     sinks: torch.Tensor | None,
-) -> Rows:
+) -> PagedLayers:
     """The layers of one prompt, each in its own pages."""
     layers, heads, tokens, _ = keys.shape
     count = -(-tokens // page_size)
     # A layer's pages lie one behind the other, and those of its other heads behind them.
     first = torch.arange(layers, device=keys.device)[:, None] * heads * count
-    return Rows(
+    return PagedLayers(
         key_pages=_paged(keys, page_size).transpose(2, 3),
         value_pages=_paged(values, page_size),
         pages=first + torch.arange(count, device=keys.device),
@@ -181,16 +181,18 @@ def _paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
     )
 
 
-def _observe(method: Method, plan: PagePlan, rows: Rows, queries: torch.Tensor) -> list[Observed]:
+def _observe(
+    method: Method, plan: PagePlan, rows: PagedLayers, queries: torch.Tensor
+) -> list[LayerObservation]:
     """Score one layer after the other."""
-    found: list[Observed] = []
+    found: list[LayerObservation] = []
     for layer, query in enumerate(queries.transpose(1, 2)):  # [S, Hq, D]
         own, reads = rows.some(slice(layer, layer + 1)), method.reads_of(layer)
         attention = sums = None
         if Reads.WINDOW in reads:
             latest = query[None, plan.tokens - plan.window :]
             attention = method.attention(
-                own, latest, plan.allocator_window, by_answer=plan.by_answer
+                own, latest, plan.allocator_window, scored_by_output=plan.scored_by_output
             )
         if Reads.COLUMN_SUMS in reads:
             assert isinstance(own.scale, float)
@@ -205,8 +207,8 @@ def _observe(method: Method, plan: PagePlan, rows: Rows, queries: torch.Tensor) 
 def _collect(
     method: Method,
     plan: PagePlan,
-    rows: Rows,
-    observed: list[Observed],
+    rows: PagedLayers,
+    observed: list[LayerObservation],
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> Compressed:

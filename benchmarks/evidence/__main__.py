@@ -172,10 +172,10 @@ def measure_task(
         if answered >= args.count:
             break
         have = known.get(item.name, set())
-        todo = [pair for pair in wanted if pair not in have]
+        pack_request = [pair for pair in wanted if pair not in have]
         begun = begins[item.name] if args.question == LATE else ()
         results = measure(
-            reader, item, prompt, todo, methods, own_answers=not args.forced, begun=begun
+            reader, item, prompt, pack_request, methods, own_answers=not args.forced, begun=begun
         )
         right = next(r["score"] for r in results if r["method"] == FULL)
         if (FULL, 1.0) in have:
@@ -270,7 +270,7 @@ def measure(
     reader: Reader,
     item: Item,
     prompt: Prompt,
-    todo: Sequence[tuple[str, float]],
+    pack_request: Sequence[tuple[str, float]],
     methods: dict[str, str],
     *,
     own_answers: bool = True,
@@ -292,7 +292,7 @@ def measure(
     own_answers = own_answers or item.known
     protects = any(settings_of(raw, 0.5).protect for raw in methods.values())
     parts = parts_of(reader.tokenizer, item, prompt.ids) if protects else {}
-    for answered, pairs in by_lookahead(todo, methods).items():
+    for answered, pairs in by_lookahead(pack_request, methods).items():
         after = full.after(answered)
         if after is None:
             # Told or not as of the others: alone, those that end early would look alike.
@@ -316,14 +316,14 @@ def measure(
 
 
 def by_lookahead(
-    todo: Sequence[tuple[str, float]], methods: dict[str, str]
+    pack_request: Sequence[tuple[str, float]], methods: dict[str, str]
 ) -> dict[int, list[tuple[str, float]]]:
     """Methods and budgets by the answer's tokens that judge their prompt, smallest budgets first.
 
     Those of one look-ahead are packed at one place and answer together.
     """
     found: dict[int, list[tuple[str, float]]] = {}
-    for name, budget in sorted(todo, key=lambda pair: pair[1]):
+    for name, budget in sorted(pack_request, key=lambda pair: pair[1]):
         ahead = settings_of(methods[name], budget).resolved_lookahead
         found.setdefault(ahead, []).append((name, budget))
     return found

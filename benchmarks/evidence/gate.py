@@ -152,13 +152,13 @@ def _measured(
 ) -> Mapping[tuple[str, float], Cell]:
     part = PARTS[name]
     methods = methods_of([part.ours, part.worse])
-    todo = [(method, budget) for method in methods for budget in size.budgets]
+    pack_request = [(method, budget) for method in methods for budget in size.budgets]
     results: list[dict[str, Any]] = []
     # of two places of a question, but judged together
     where = {"model": model, "question": "", "tokens": size.tokens}
     for seed, items in enumerate(_items(reader, size, name), 1):
         for item, prompt in read_items(reader, items, lambda _: True, sums=False):
-            for line in measure(reader, item, prompt, todo, methods, own_answers=False):
+            for line in measure(reader, item, prompt, pack_request, methods, own_answers=False):
                 results.append(
                     {**where, "seed": seed, "task": item.task, "group": item.group, **line}
                 )

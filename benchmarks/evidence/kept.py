@@ -11,13 +11,13 @@ import torch
 from benchmarks.evidence.reader import LONGEST_WINDOW, Prompt, Rows
 from kvcompress_kernels.merge_evicted import merge_evicted
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
-from vllm_kvcompress.methods import rows
 from vllm_kvcompress.methods.attention import apart
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.method import Method, Observed
+from vllm_kvcompress.methods.method import LayerObservation, Method
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.spans import Spans, joined
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import lookahead_window, method_of
@@ -60,14 +60,14 @@ class Scored:
         self.layers = prompt.full_layers
         self.block_size = block_size
         self._windows: dict[tuple[int, bool], list[WindowScores]] = {}
-        self._observed: dict[tuple[Any, ...], list[Observed]] = {}
+        self._observed: dict[tuple[Any, ...], list[LayerObservation]] = {}
 
     @cached_property
-    def places(self) -> list[rows.Rows]:
+    def places(self) -> list[PagedLayers]:
         """Each full layer's cache as pages; the last one is filled up."""
         own = [(self.prompt.keys[layer], self.prompt.values[layer]) for layer in self.layers]
         return [
-            rows.Rows(
+            PagedLayers(
                 key_pages=_paged(keys, self.block_size).mT,
                 value_pages=_paged(values, self.block_size),
                 pages=torch.arange(-(-keys.shape[1] // self.block_size))[None],
@@ -80,11 +80,11 @@ class Scored:
             for layer, (keys, values) in enumerate(own)
         ]
 
-    def observed(self, method: Method, plan: PagePlan) -> list[Observed]:
+    def observed(self, method: Method, plan: PagePlan) -> list[LayerObservation]:
         key = (method.scorer, method.allocator.reads, plan.window, plan.allocator_window)
         if key not in self._observed:
             places, latest = self.places, plan.allocator_window
-            if latest is not None and plan.by_answer and Reads.APART in method.reads:
+            if latest is not None and plan.scored_by_output and Reads.APART in method.reads:
                 queries = (self.prompt.queries[layer][-plan.window :] for layer in self.layers)
                 windows = [
                     apart(place, query[None], latest)
@@ -115,7 +115,7 @@ class Scored:
         return self._observed[key]
 
     def _window(
-        self, places: Sequence[rows.Rows], plan: PagePlan, reads: Reads
+        self, places: Sequence[PagedLayers], plan: PagePlan, reads: Reads
     ) -> list[WindowScores]:
         if Reads.WINDOW not in reads:
             return []
@@ -156,7 +156,7 @@ class Scored:
         )
         assert ahead.due == tokens
         assert lookahead_window(settings) <= LONGEST_WINDOW, "so many queries were not kept"
-        holding = Holding(num_layers=len(self.layers), block_size=self.block_size)
+        holding = KVFootprint(num_layers=len(self.layers), block_size=self.block_size)
         return ahead.plan(holding, tokens)
 
     def keep(self, settings: CompressionConfig) -> Kept | None:
@@ -164,7 +164,7 @@ class Scored:
         plan = self.plan(settings)
         if plan is None:
             return None
-        method = method_of(settings, by_answer=plan.by_answer)
+        method = method_of(settings, scored_by_output=plan.scored_by_output)
         observed = self.observed(method, plan)
         pages = method.layer_pages(plan, observed)
         chosen = method.select(observed, plan, pages)

@@ -118,15 +118,15 @@ class Engine:
         self._submitted = 0
         self._packings = {"pieces packed": 0, "judged by answers": 0, "answers packed again": 0}
         if settings:
-            self._manager.tally = self._noting()
+            self._manager.compression_stats = self._noting()
 
     def _noting(self) -> Any:
         """Counts what is packed, for the plugin as before and for `packings`."""
-        from vllm_kvcompress.engine.scheduling.tally import Tally
+        from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
         found = self._packings
 
-        class Noting(Tally):
+        class Noting(CompressionStats):
             def pack(self, pack: Any, returned: int, **more: Any) -> None:
                 found["answers packed again"] += not pack.prefill
                 found["judged by answers"] += pack.prefill and bool(pack.answered)

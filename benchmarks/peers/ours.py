@@ -193,10 +193,10 @@ def run(args: argparse.Namespace) -> None:
     wanted = [(exchange.FULL, args.budgets[0])]
     wanted += [(name, budget) for name in METHODS for budget in args.budgets]
     for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
-        todo = [(n, b) for n, b in wanted if (n, b, prompt.name) not in have]
+        pack_request = [(n, b) for n, b in wanted if (n, b, prompt.name) not in have]
         compared = args.run / f"agreement-{prompt.name}.json"
         theirs = args.run / f"positions-{prompt.name}.safetensors"
-        if not todo and compared.exists():
+        if not pack_request and compared.exists():
             continue
         full = prefill(model, prompt.ids)
         with torch.inference_mode():
@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> None:
                 "keys": torch.stack([k for k, _ in full.layers]),
                 "values": torch.stack([v for _, v in full.layers]),
             }
-        for name, budget in todo:
+        for name, budget in pack_request:
             layers: Any = full.layers
             if name != exchange.FULL:
                 kept = counts.kept_tokens(len(prompt.ids), budget)

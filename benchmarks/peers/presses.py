@@ -252,17 +252,17 @@ def run(args: argparse.Namespace) -> None:
     for prompt in exchange.read(args.run / "prompts.jsonl", exchange.Prompt):
         pairs = wanted(prompt, args)
         stored = args.run / f"positions-{prompt.name}.safetensors"
-        todo = [(n, b) for n, b in pairs if (n, b, prompt.name) not in have]
-        if stored.exists() and not todo:
+        pack_request = [(n, b) for n, b in pairs if (n, b, prompt.name) not in have]
+        if stored.exists() and not pack_request:
             continue
         full = prefill(model, prompt.ids)
         positions: dict[str, torch.Tensor] = {}
         # the positions of a prompt are written together: after an interruption, all of them again
-        again = [p for p in pairs if p in todo or (p[0] in PRESSES and not stored.exists())]
+        again = [p for p in pairs if p in pack_request or (p[0] in PRESSES and not stored.exists())]
         for name, budget, made in caches(model, prompt, full, again):
             if made.positions is not None:
                 positions[f"{name}@{budget}"] = made.positions.to(torch.int32)
-            if (name, budget) not in todo:
+            if (name, budget) not in pack_request:
                 continue
             target = reference.get(prompt.name)
             found = measured(model, tokenizer, prompt, full, made.cache, target)
@@ -294,10 +294,10 @@ def wanted(prompt: exchange.Prompt, args: argparse.Namespace) -> list[tuple[str,
 
 
 def caches(
-    model: Any, prompt: exchange.Prompt, full: Prefilled, todo: Sequence[tuple[str, float]]
+    model: Any, prompt: exchange.Prompt, full: Prefilled, pack_request: Sequence[tuple[str, float]]
 ) -> Iterator[tuple[str, float, Kept]]:
     """What each press leaves of a prompt; use one before you ask for the next."""
-    for name, budget in todo:
+    for name, budget in pack_request:
         if name == exchange.FULL:
             whole = torch.tensor([[k.shape[1]] * k.shape[0] for k, _ in full.layers])
             made = Kept(cache=cached(full.layers), counts=whole, nbytes=held(full.layers))
@@ -305,7 +305,7 @@ def caches(
         elif name != KVZIP:
             kept = counts.kept_tokens(len(prompt.ids), budget)
             yield name, budget, compress(name, PRESSES[name], model, full, kept)
-    zips = [budget for name, budget in todo if name == KVZIP]
+    zips = [budget for name, budget in pack_request if name == KVZIP]
     if zips:
         for budget, made in zipped(model, prompt.ids, zips):
             yield KVZIP, budget, made

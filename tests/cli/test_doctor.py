@@ -225,7 +225,7 @@ def test_an_answer_that_is_bounded_is_examined(method, examined, tiny, monkeypat
     assert "1 of 1 ranks packed the answer again" in found["answer"]["detail"]
     if method == "cake":
         run = Packer.run
-        of_prompts = lambda jobs: [job for job in jobs if job.todo.prefill]  # noqa: E731
+        of_prompts = lambda jobs: [job for job in jobs if job.pack_request.prefill]  # noqa: E731
         monkeypatch.setattr(Packer, "run", lambda self, jobs: run(self, of_prompts(jobs)))
         found = checks(examined("doctor", tiny, "--json", *flags))
         assert "does not bound it" in found["answer"]["detail"]

@@ -61,7 +61,9 @@ def test_it_is_packed_at_the_same_step_by_the_same_queries(
 ):
     with pulling(model, monkeypatch, enable_prefix_caching=caching) as llm:
         free, computed = llm.free_blocks, []
-        packed = llm.watch_packing(lambda done: (done.todo.tokens, done.todo.plan.window))
+        packed = llm.watch_packing(
+            lambda done: (done.pack_request.tokens, done.pack_request.plan.window)
+        )
         execute = llm.worker.execute_model
 
         def executing(output):
@@ -122,7 +124,7 @@ def test_preempted_requests_and_such_as_find_no_slot_go_on(model, prefill, monke
             llm.submit(str(at), prompt, ANSWER)
         alone = one_is_preempted(llm)
     with pulling(model, monkeypatch, own=own, **options) as llm:
-        free, answered = llm.free_blocks, llm.watch_packing(lambda done: done.todo.answered)
+        free, answered = llm.free_blocks, llm.watch_packing(lambda done: done.pack_request.answered)
         for at, prompt in enumerate(PROMPTS):
             submit(llm, prefill, str(at), prompt)
         begin_together(llm.scheduler)
@@ -152,7 +154,7 @@ def test_where_blocks_are_short_one_is_preempted_and_not_pulled_again(model, pre
             allocated(request, blocks, tokens)
 
         llm.scheduler.connector.update_state_after_alloc = allocating
-        packed = llm.watch_packing(lambda done: done.todo.tokens)
+        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
         for at, prompt in enumerate(PROMPTS):
             submit(llm, prefill, str(at), prompt, answer)
         done = {key.split("-")[0]: each for key, each in llm.drain().items()}

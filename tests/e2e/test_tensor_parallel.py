@@ -328,7 +328,10 @@ def test_actors_acknowledge_every_plan_and_every_block_returns(on_ray, on_two):
     scheduler.update_from_output = update
     after = on_each(on_ray, lambda worker: worker.compressor.compressed)
     plans = [plan for plan, _ in heard if plan is not None]
-    assert sum(any(not todo.prefill for todo in plan.pack) for plan in plans) >= LONG // 32
+    assert (
+        sum(any(not pack_request.prefill for pack_request in plan.pack) for plan in plans)
+        >= LONG // 32
+    )
     assert all(told == (plan and plan.number) for plan, told in heard)
     assert not scheduler._handed_out
     long = [length for length in LENGTHS if length >= 128]

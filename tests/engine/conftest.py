@@ -40,11 +40,13 @@ def keep_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def watched(monkeypatch):
     """Engines whose tallies are kept for the test."""
-    from vllm_kvcompress.engine.scheduling.tally import Tally
+    from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
     taken = []
-    take = Tally.take
-    monkeypatch.setattr(Tally, "take", lambda self: (taken.append(take(self)), taken[-1])[1])
+    take = CompressionStats.take
+    monkeypatch.setattr(
+        CompressionStats, "take", lambda self: (taken.append(take(self)), taken[-1])[1]
+    )
 
     def counts(key):
         total = Counter()

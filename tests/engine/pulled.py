@@ -18,8 +18,8 @@ from engines import settings
 from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import StepReport, attach_report
 from vllm_kvcompress.engine.scheduling.cache_spec import CompressedSpec
+from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 from vllm_kvcompress.engine.scheduling.scheduler import CompressingScheduler
-from vllm_kvcompress.engine.scheduling.tally import Tally
 
 SIZE = 32
 
@@ -46,7 +46,7 @@ def connector():
     return stand_in
 
 
-class Uncollected(Tally):
+class Uncollected(CompressionStats):
     def take(self):
         return None
 
@@ -86,7 +86,7 @@ class Pulling:
         self.scheduler.recompute_kv_load_failures = True
         self.manager = self.scheduler.compressed_manager
         # nobody takes the counts, so they add up
-        self.manager.tally = Uncollected()
+        self.manager.compression_stats = Uncollected()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(SIZE, sha256)
         # whose loads are not complete, such as were aborted included

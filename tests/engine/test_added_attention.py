@@ -151,8 +151,8 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(method, checkpoints_folder)
         llm.submit("r", tokens(prompt, seed=5), answer)
         while not llm.compressor.compressed:
             llm.step()
-        (holding,) = llm.holdings()
-        start = holding.pages, holding.most_pages, holding.first_block
+        (footprint,) = llm.holdings()
+        start = footprint.pages, footprint.most_pages, footprint.first_block
         llm.step()
         held = held_of(llm, moves[0], prompt)
         if method == "d2o":
@@ -208,7 +208,7 @@ def test_an_answer_depends_on_its_own_tokens(checkpoints_folder, keep_async_sche
 
     tight = dict(blocks=14, max_model_len=416, enable_prefix_caching=False)
     with engine(model, additional_config=BOTH, **tight) as llm:
-        in_place = llm.watch_packing(lambda finished: finished.todo.in_place)
+        in_place = llm.watch_packing(lambda finished: finished.pack_request.in_place)
         for index, asked in enumerate(ASKED):
             got = llm.generate([PROMPTS[2]], 110, extra_args=asked)[0]
             assert got == alone[index][2][:110]
@@ -247,7 +247,7 @@ def test_an_answer_that_is_never_packed_leaves_a_neighbours_sums_alone(checkpoin
         judged, add = [], llm.compressor.adder.add
 
         def adding(latest):
-            judged.extend(todo.request_id.split("-")[0] for todo, _ in latest)
+            judged.extend(pack_request.request_id.split("-")[0] for pack_request, _ in latest)
             add(latest)
 
         llm.compressor.adder.add = adding
@@ -277,4 +277,4 @@ def test_what_holds_everything_changes_nothing(checkpoints_folder):
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
         for asked in ASKED:
             assert llm.generate(prompts, 200, extra_args=asked) == want
-        assert not llm.manager.tally.repacked
+        assert not llm.manager.compression_stats.repacked

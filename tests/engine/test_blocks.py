@@ -98,7 +98,7 @@ def test_trap_17_without_free_blocks_the_prompts_own_blocks_serve(model):
             max_model_len=length + 24,
             enable_prefix_caching=caching,
         ) as llm:
-            used = llm.watch_packing(lambda finished: finished.todo.in_place)
+            used = llm.watch_packing(lambda finished: finished.pack_request.in_place)
             assert [llm.generate([prompt], 8)[0] for prompt in prompts] == roomy
             assert used == [True, True]
             assert llm.free_blocks == full

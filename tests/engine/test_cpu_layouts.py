@@ -213,7 +213,7 @@ def test_an_engine_on_tiles_answers_as_one_on_vectors(pool, checkpoints_folder, 
             max_model_len=LONGEST,
         ) as llm:
             assert isinstance(llm.compressor.packer.mover, TiledMover) == (kind == "tiles")
-            moved = llm.watch_packing(lambda done: done.todo.in_place)
+            moved = llm.watch_packing(lambda done: done.pack_request.in_place)
             answers[kind] = [
                 llm.generate(prompts, 6, extra_args={"kv_compress": name} if name else None)
                 for name in methods

@@ -31,7 +31,7 @@ METHODS = [
 ]
 
 
-def scores_of(method, q, k, v, w, allocator_window=None, *, by_answer=False):
+def scores_of(method, q, k, v, w, allocator_window=None, *, scored_by_output=False):
     """``[Hkv, P]`` of what a layer holds, by its last w queries ``[w, Hq, d]``.
 
     And CAKE's figures, which may be of fewer queries.
@@ -41,7 +41,7 @@ def scores_of(method, q, k, v, w, allocator_window=None, *, by_answer=False):
         slots[:, -w:] = q.transpose(1, 0, 2)
     cake = method in ("cake", "cake-chunk")
     stats = ref.cake_stats(slots, k, allocator_window or w) if cake else None
-    if by_answer and method in ref.BY_ANSWER:
+    if scored_by_output and method in ref.BY_ANSWER:
         return ref.BY_ANSWER[method](slots, k, v, w, allocator_window), stats
     return ref.WINDOW_SCORERS[method](slots, k, v, w), stats
 
@@ -107,7 +107,7 @@ class Replay:
         self.prompt, self.budget, self.last = prompt, budget, prompt + answer
         self.w, self.interval = WINDOWS.get(method, 8), INTERVAL
         self.allocator_window: int | None = None
-        self.by_answer = False
+        self.scored_by_output = False
         parts = {
             (layer, name): torch.cat([part.flatten(1) for part in seen[layer][name]]).double()
             for layer in range(shape.layers)
@@ -181,7 +181,10 @@ class Replay:
             np.stack([part[own, kv] for kv, own in enumerate(self.held[layer])]) for part in (k, v)
         )
         latest = q[computed - self.w : computed]
-        which = {"allocator_window": self.allocator_window, "by_answer": self.by_answer}
+        which = {
+            "allocator_window": self.allocator_window,
+            "scored_by_output": self.scored_by_output,
+        }
         return scores_of(self.method, latest, keys, values, self.w, **which)
 
     def guarded(self, end: int) -> int:
@@ -191,7 +194,7 @@ class Replay:
     @property
     def chunk(self):
         """Tokens in a chunk; None where tokens are chosen one by one."""
-        if self.by_answer and self.method in ref.BY_ANSWER:
+        if self.scored_by_output and self.method in ref.BY_ANSWER:
             return None
         return ref.CHUNKS.get(self.method)
 
@@ -204,9 +207,9 @@ class Replay:
             # what the host knows of the longest layer, which depends on lengths alone
             most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK
             figures = [stats for _, stats in found]
-            standing = w + self.guarded(computed - w)
-            shares = budgets(self.method, figures, shape.layers, most, cap, standing, lengths)
-            low = max(-(-standing // BLOCK), 1)
+            always_kept = w + self.guarded(computed - w)
+            shares = budgets(self.method, figures, shape.layers, most, cap, always_kept, lengths)
+            low = max(-(-always_kept // BLOCK), 1)
             self.counts = rounded(shares, cap, low, [n // BLOCK for n in lengths])
         size = self.chunk
         for layer, (scores, _) in enumerate(found):
@@ -237,9 +240,9 @@ def test_every_step_reads_what_the_reference_holds(method, checkpoints_folder):
             if request is not None:
                 held = llm.manager.num_blocks_held(request.request_id)
                 assert free - llm.free_blocks == held
-                (holding,) = llm.holdings() or [None]
-                if holding is not None and holding.frozen:
-                    packed.append(holding.first_block * BLOCK)
+                (footprint,) = llm.holdings() or [None]
+                if footprint is not None and footprint.frozen:
+                    packed.append(footprint.first_block * BLOCK)
                     assert held <= BUDGET // BLOCK + INTERVAL // BLOCK + 1
         assert llm.free_blocks == free
     replay = Replay(method, SHAPES[name], seen)
@@ -285,8 +288,8 @@ def test_an_answer_goes_on_from_what_its_prompt_kept(checkpoints_folder):
         while not llm.compressor.compressed:
             llm.step()
         held = kept_of(llm, seen, prompt)
-        (holding,) = llm.holdings()
-        pages, most_pages, first = holding.pages, holding.most_pages, holding.first_block
+        (footprint,) = llm.holdings()
+        pages, most_pages, first = footprint.pages, footprint.most_pages, footprint.first_block
         llm.drain()
     replay = Replay(method, shape, seen, prompt, budget, answer)
     replay.held, replay.pages, replay.most_pages, replay.first_block = (
@@ -314,7 +317,7 @@ def test_a_budget_that_holds_everything_changes_nothing(checkpoints_folder):
     config = settings(decode_budget=1024, decode_interval=INTERVAL)
     with engine(path, additional_config=config, max_num_seqs=4, max_model_len=1024) as llm:
         assert llm.generate(prompts, 3 * INTERVAL + 4) == want
-        assert not llm.manager.tally.repacked
+        assert not llm.manager.compression_stats.repacked
 
 
 LENGTHS = (20, 150, 301, 64, 97, 260)
@@ -387,7 +390,7 @@ def test_preemption_goes_on_as_a_prompt_of_the_same_tokens(checkpoints_folder):
                 assert llm.scheduler.reset_prefix_cache(reset_running_requests=True)
             for request_id, output in llm.step().items():
                 got[request_id.split("-")[0]] = list(output.outputs[0].token_ids)
-            seen |= {holding.frozen for holding in llm.holdings()}
+            seen |= {footprint.frozen for footprint in llm.holdings()}
             if not llm.llm.llm_engine.has_unfinished_requests():
                 break
         assert seen == {False, True}

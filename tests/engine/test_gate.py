@@ -109,7 +109,7 @@ def test_a_decision_stays_through_preemption(model, crowded):
         max_model_len=1024,
         enable_prefix_caching=False,
     ) as llm:
-        packed = llm.watch_packing(lambda finished: finished.todo.request_id[0])
+        packed = llm.watch_packing(lambda finished: finished.pack_request.request_id[0])
         if crowded:
             llm.submit("other", other, 200)
             llm.step()

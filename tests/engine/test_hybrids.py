@@ -286,7 +286,7 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
             max_num_batched_tokens=chunk,
             max_num_seqs=2,
         ) as llm:
-            places = llm.watch_packing(lambda finished: finished.todo.in_place)
+            places = llm.watch_packing(lambda finished: finished.pack_request.in_place)
             for _ in range(2):
                 assert llm.generate([PROMPTS[0]], NEW) == want[:1]
             used |= set(places)

@@ -53,14 +53,14 @@ def test_trap_16_prompts_under_the_threshold_are_vllms_own_output(name, plain, c
 
 def test_first_token_is_the_full_caches_with_every_method(own, plain):
     name, llm = own
-    packed = llm.watch_packing(lambda finished: finished.todo)
+    packed = llm.watch_packing(lambda finished: finished.pack_request)
     for method in METHODS[name]:
         packed.clear()
         assert llm.llm.reset_prefix_cache()
         got = llm.generate(PROMPTS, extra_args={"kv_compress": method, "kv_budget": 0.2})
         whole = [length for length in LENGTHS if length >= 128]
-        assert sorted(todo.plan.tokens for todo in packed) == sorted(whole)
-        assert {todo.settings.compress for todo in packed} == {method}
+        assert sorted(pack_request.plan.tokens for pack_request in packed) == sorted(whole)
+        assert {pack_request.settings.compress for pack_request in packed} == {method}
         assert [out[0] for out in got] == [out[0] for out in plain(name)]
         # a prompt that was left whole is untouched by its compressed neighbours
         for length, mine, theirs in zip(LENGTHS, got, plain(name), strict=True):

@@ -118,12 +118,12 @@ def test_every_step_of_2000_holds_what_lengths_say_and_the_gauge_follows(model):
                         prompt=request.num_prompt_tokens,
                         last=request.num_prompt_tokens + ANSWER,
                         blocks=blocks,
-                        pages=schedule.holding.pages,
-                        first=schedule.holding.first_block,
+                        pages=schedule.footprint.pages,
+                        first=schedule.footprint.first_block,
                     )
                     answer = schedule.answer
                     most[own] = answer.most_blocks(
-                        schedule.holding, packed=blocks, tokens=answer.last - 1
+                        schedule.footprint, packed=blocks, tokens=answer.last - 1
                     )
                     peaks[own] = 0  # that of its prompt
                 assert held == by_hand[own].held(computed), (own, computed)

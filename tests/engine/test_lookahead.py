@@ -13,7 +13,7 @@ from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay, least_pages
 from test_probes import PROBE, Guided
-from test_prompts_in_pieces import PIECE, Prompt
+from test_prompts_in_pieces import PIECE, BudgetSpec
 from vllm_kvcompress.planning.schedules import LookAhead
 
 AHEAD, BUDGET = 12, 0.3
@@ -25,7 +25,7 @@ def ahead(method="cake", budget=BUDGET, lookahead=AHEAD, **more):
     return settings(method, budget, lookahead=lookahead, **more)
 
 
-class Ahead(Prompt):
+class Ahead(BudgetSpec):
     """A prompt of S tokens that is packed once m tokens of its answer are computed.
 
     Perhaps in pieces before that, and again and again behind it.
@@ -52,14 +52,14 @@ class Ahead(Prompt):
             self.judge(computed)
         elif self.bound is not None and computed > self.prompt + self.m:
             self.w, self.budget, self.allocator_window = min(self.w, 8), self.bound, None
-            self.by_answer = False
+            self.scored_by_output = False
             Replay.after(self, computed)
 
     def judge(self, computed: int) -> None:
         self.budget += self.m
         # how much layers keep is judged by the answer alone
-        self.by_answer = self.ahead <= self.m
-        self.allocator_window = self.m if self.by_answer and self.m < self.w else None
+        self.scored_by_output = self.ahead <= self.m
+        self.allocator_window = self.m if self.scored_by_output and self.m < self.w else None
         layers, tail = self.shape.layers, computed % BLOCK
         low = least_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
         cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
@@ -111,7 +111,7 @@ def test_every_step_reads_what_the_reference_holds(
         max_model_len=1024,
     ) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.todo.tokens)
+        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
         llm.submit("r", prompt, answer)
         (got,) = llm.drain().values()
         assert llm.free_blocks == free
@@ -127,8 +127,8 @@ def test_every_step_reads_what_the_reference_holds(
 def pack_after(monkeypatch, answered):
     """Pack every prompt as soon as so much of its answer is computed, however little that is."""
 
-    def early(ahead, holding, tokens):
-        return ahead.kept(holding, tokens) if ahead.answered(tokens) >= answered else None
+    def early(ahead, footprint, tokens):
+        return ahead.kept(footprint, tokens) if ahead.answered(tokens) >= answered else None
 
     monkeypatch.setattr(LookAhead, "plan", early)
 
@@ -154,15 +154,19 @@ def test_the_ring_judges_at_any_moment(
         max_model_len=1024,
     ) as llm:
         seen = llm.record_attention()
-        packed = llm.watch_packing(lambda done: done.todo)
+        packed = llm.watch_packing(lambda done: done.pack_request)
         if hit:
             llm.outputs([prompt[:hit]], 1, extra_args={"kv_compress": "off"})
         pack_after(monkeypatch, answered)
         llm.submit("r", prompt, answer)
         llm.drain()
-    (todo,) = packed
+    (pack_request,) = packed
     due = length + answered
-    assert (todo.tokens, todo.answered, todo.plan.window) == (due, answered, rows)
+    assert (pack_request.tokens, pack_request.answered, pack_request.plan.window) == (
+        due,
+        answered,
+        rows,
+    )
     replay = Ahead(method, SHAPES[name], seen, length, answered).whole()
     replay.w = rows
     replay.after(length)
@@ -204,7 +208,7 @@ def test_pieces_and_bounded_answers(method, checkpoints_folder):
         max_num_batched_tokens=70,
     ) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.todo.tokens)
+        packed = llm.watch_packing(lambda done: done.pack_request.tokens)
         # seed 5 has two tokens at cake-chunk's cut whose scores differ by 7e-11, relatively
         llm.submit("r", tokens(length, seed=6), answer)
         llm.drain()
@@ -250,7 +254,7 @@ def test_an_answer_depends_on_its_own_tokens(
     """Not on its neighbours, chunks, prefix-cache hits or how steps are scheduled."""
     model = make("llama-gqa", checkpoints_folder)
     with engine(model, additional_config=ahead(), max_model_len=1024, **more) as llm:
-        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.todo.tokens)
+        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.pack_request.tokens)
         assert llm.generate(PROMPTS, ANSWER) == alone
         llm.settle()
         assert llm.generate(PROMPTS[::-1], ANSWER)[::-1] == alone
@@ -285,7 +289,7 @@ def test_preempted_before_in_and_after_it(cut, checkpoints_folder, one_engine):
     """Until the look-ahead is over nothing was dropped; then it is a prompt of all its tokens."""
     llm, want = one_engine
     free, cuts = llm.free_blocks, llm.watch_preemptions()
-    packed = llm.watch_packing(lambda done: done.todo.tokens)
+    packed = llm.watch_packing(lambda done: done.pack_request.tokens)
     llm.submit("r", PROMPTS[2], ANSWER)
     for _ in range(cut):
         llm.step()
@@ -334,7 +338,9 @@ def test_who_finds_no_slot_is_packed_at_its_prefills_end(alone, checkpoints_fold
         at_end = [llm.generate([prompt], ANSWER)[0] for prompt in PROMPTS]
     with engine(model, additional_config=config, max_model_len=1024) as llm:
         free = llm.free_blocks
-        packed = llm.watch_packing(lambda done: (done.todo.prompt_tokens, done.todo.answered))
+        packed = llm.watch_packing(
+            lambda done: (done.pack_request.prompt_tokens, done.pack_request.answered)
+        )
         for new in (ANSWER, 3, ANSWER):
             packed.clear()
             got = llm.generate(PROMPTS, new)
@@ -363,7 +369,9 @@ def test_preempted_it_finds_its_answer_in_the_cache(checkpoints_folder):
     with engine(model, additional_config=ahead(lookahead=m), max_model_len=1024) as llm:
         want = llm.generate([PROMPTS[2]], new)
         assert llm.scheduler.reset_prefix_cache()
-        packed = llm.watch_packing(lambda done: (done.todo.tokens, done.todo.plan.window))
+        packed = llm.watch_packing(
+            lambda done: (done.pack_request.tokens, done.pack_request.plan.window)
+        )
         llm.submit("r", PROMPTS[2], new)
         while llm.step() is not None and llm.running()[0].num_output_tokens < m - 3:
             pass

@@ -63,7 +63,9 @@ def test_who_goes_away_leaves_all_to_who_comes(one_slot, alone, watched, steps, 
     llm.step()
     llm.llm.llm_engine.abort_request(["gone"])
     packs = request.num_computed_tokens >= len(PROMPTS[2]) + AHEAD
-    packed = llm.watch_packing(lambda done: (done.todo.prompt_tokens, done.todo.answered))
+    packed = llm.watch_packing(
+        lambda done: (done.pack_request.prompt_tokens, done.pack_request.answered)
+    )
     llm.submit("next", PROMPTS[1], ANSWER)
     assert [*llm.drain(limit=200).values()] == [alone[1]]
     gave_everything_back(llm, free)

@@ -54,7 +54,7 @@ def watch_selections(llm) -> list[list[torch.Tensor]]:
     """Per compression, the positions that each layer kept in pages."""
 
     def selected(done):
-        counts = (done.counts * done.todo.plan.block_size).tolist()
+        counts = (done.counts * done.pack_request.plan.block_size).tolist()
         kept = zip(done.kept, counts, strict=True)
         return [positions[:, :count].long() for positions, count in kept]
 

@@ -87,7 +87,7 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         ids, answers = {}, {}
 
         def note(finished, pages):
-            ids[finished.todo.request_id] = finished.todo, pages.tolist()
+            ids[finished.pack_request.request_id] = finished.pack_request, pages.tolist()
 
         llm.watch_packing(lambda finished: finished, note)
         for index in range(40):
@@ -116,10 +116,10 @@ def test_every_request_is_counted_once(model, asynchronous, keep_async_schedulin
         name for name in last if name in answers
     }
     for name in last.keys() & answers.keys():
-        (todo, pages), plan = last[name], last[name][0].plan
+        (pack_request, pages), plan = last[name], last[name][0].plan
         layers = [count * BLOCK + plan.tail for count in pages]
         assert answers[name].kv_compress == {
-            "method": todo.settings.compress,
+            "method": pack_request.settings.compress,
             "budget": 0.3,
             "prompt_tokens": plan.tokens,
             "kept_tokens": sum(layers) / LAYERS,
@@ -176,7 +176,7 @@ def test_off_there_are_none_and_without_statistics_nothing_piles_up(model):
         for seed in range(3):
             llm.generate([tokens(300, seed=seed)], 4)
         assert llm.compressor.compressed == 3
-        assert len(llm.manager.tally.packed) <= 1
+        assert len(llm.manager.compression_stats.packed) <= 1
         assert llm.llm.llm_engine.logger_manager is None
 
 
@@ -204,11 +204,11 @@ def test_a_connectors_own_figures_stay_for_vllms_loggers():
     from vllm.v1.metrics.stats import SchedulerStats
 
     from vllm_kvcompress.engine.messages.counts import attach_counts, take_counts
-    from vllm_kvcompress.engine.scheduling.tally import Tally
+    from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
-    tally = Tally()
-    tally.planned["cake"] += 1
-    counts, own = tally.take(), {"transfer_duration": [0.5]}
+    compression_stats = CompressionStats()
+    compression_stats.planned["cake"] += 1
+    counts, own = compression_stats.take(), {"transfer_duration": [0.5]}
     stats = SchedulerStats(kv_connector_stats=own)
     attach_counts(stats, counts)
     assert take_counts(stats) == counts
@@ -225,7 +225,7 @@ def test_each_engine_has_its_label(model):
     from vllm_kvcompress.engine.frontend.metrics import CompressionStatLogger
     from vllm_kvcompress.engine.messages.counts import attach_counts
     from vllm_kvcompress.engine.messages.step import Packed
-    from vllm_kvcompress.engine.scheduling.tally import Tally
+    from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
 
     with engine(model, additional_config=settings("cake", 0.3)) as llm:
         config = llm.llm.llm_engine.vllm_config
@@ -235,9 +235,9 @@ def test_each_engine_has_its_label(model):
     own = CompressionConfig.parse(config.additional_config["kvcompress"])
     logger = CompressionStatLogger(config, [0, 1], own)
     for index in (1, 0, 1):
-        tally = Tally()
-        tally.planned["cake"] += 1
-        tally.report(
+        compression_stats = CompressionStats()
+        compression_stats.planned["cake"] += 1
+        compression_stats.report(
             [
                 Packed(
                     request_id="r",
@@ -250,7 +250,7 @@ def test_each_engine_has_its_label(model):
             ]
         )
         stats = SchedulerStats()
-        attach_counts(stats, tally.take())
+        attach_counts(stats, compression_stats.take())
         logger.record(stats, None, engine_idx=index)
         logger.record(None, None, engine_idx=index)
         logger.record(SchedulerStats(), None, engine_idx=index)

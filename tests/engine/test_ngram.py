@@ -148,7 +148,7 @@ def test_a_look_ahead_ends_as_without_drafts(model):
         want = [[llm.generate([prompt], new, **ask)[0] for prompt in prompts] for ask in asks]
     options = dict(additional_config=config, max_model_len=1024)
     with engine(model, **options, **NGRAM, **WAYS["chunks"]) as llm:
-        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.todo.answered)
+        free, packed = llm.free_blocks, llm.watch_packing(lambda done: done.pack_request.answered)
         drafts = watch_drafts(llm)
         for ask, answers in zip(asks, want, strict=True):
             for order in (1, -1):
@@ -234,15 +234,15 @@ def test_a_look_ahead_has_what_was_taken(model, monkeypatch):
         llm.generate([prompt], new, **FEW)
     every = torch.stack([torch.cat(seen[layer]["q"]) for layer in range(len(seen))])
 
-    def early(ahead, holding, computed):
-        return ahead.kept(holding, computed) if ahead.answered(computed) >= known else None
+    def early(ahead, footprint, computed):
+        return ahead.kept(footprint, computed) if ahead.answered(computed) >= known else None
 
     monkeypatch.setattr(LookAhead, "plan", early)
     with engine(model, additional_config=config, max_model_len=1024, **NGRAM) as llm:
         rows, ring, found = watch_rows(llm), llm.compressor.pool.ring, []
         latest = ring.latest
         ring.latest = lambda *asked: (found.append((asked, latest(*asked))), found[-1][1])[1]
-        packed = llm.watch_packing(lambda done: (done.todo.tokens, len(rows["r"])))
+        packed = llm.watch_packing(lambda done: (done.pack_request.tokens, len(rows["r"])))
         llm.submit("r", prompt, new, **FEW)
         llm.drain()
     (((_, (computed,), count), queries),) = found

@@ -57,7 +57,7 @@ def warming_up(pool: PagePool, settings: CompressionConfig) -> warm_up.WarmUp:
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"random"}))
 def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     """Budgets of lengths alone are uploaded, from pinned memory; so are destination blocks."""
-    names, pack = launches(monkeypatch), warm_up.Pack
+    names, pack = launches(monkeypatch), warm_up.PackRequest
 
     def uploaded(values, dtype, device):
         return torch.empty(len(values), dtype=dtype, device="meta")

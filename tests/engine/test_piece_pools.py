@@ -35,7 +35,9 @@ def test_a_prompt_four_times_the_pool_is_answered(small, model):
     assert small.free_blocks == free
     with engine(model, additional_config=quarter(), max_model_len=LONGEST) as large:
         assert large.generate(prompts, 20) == answers
-        assert large.manager.tally.planned["cake"] == 0 or large.compressor.compressed == 2
+        assert (
+            large.manager.compression_stats.planned["cake"] == 0 or large.compressor.compressed == 2
+        )
 
 
 @pytest.mark.parametrize(("method", "narrow"), [("cake", 48), ("snapkv", 32)])

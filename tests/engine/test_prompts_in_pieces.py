@@ -37,7 +37,7 @@ def piecewise(method="cake", budget=0.4, probe=16, **more):
     return settings(method, budget, **(own | more))
 
 
-class Prompt(Replay):
+class BudgetSpec(Replay):
     """A prompt of S tokens that may keep B of each layer, packed every `PIECE` tokens."""
 
     def __init__(self, method, shape, seen, prompt, budget) -> None:
@@ -75,8 +75,8 @@ class Prompt(Replay):
         most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
         figures = [stats for _, stats in found]
         budget = self.may_hold(computed)
-        standing = w + self.guarded(computed - w)
-        given = shares(self.method, figures, shape.layers, most, budget, standing, lengths)
+        always_kept = w + self.guarded(computed - w)
+        given = shares(self.method, figures, shape.layers, most, budget, always_kept, lengths)
         full = [length // BLOCK for length in lengths]
         pages = rounded([n - tail for n in given], cap, low, full)
         size = self.chunk
@@ -128,7 +128,7 @@ def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_
         assert llm.free_blocks == free
     kept = -(-(shape.layers * budget // BLOCK) // shape.layers)
     assert most <= kept + PIECE // BLOCK + 1
-    replay = Prompt(method, shape, seen, length, budget)
+    replay = BudgetSpec(method, shape, seen, length, budget)
     replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3

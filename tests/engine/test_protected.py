@@ -10,7 +10,7 @@ from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay
 from test_lookahead import AHEAD, BUDGET, Ahead, InPieces, ahead
-from test_prompts_in_pieces import IN_CHUNKS, PIECE, Prompt, piecewise
+from test_prompts_in_pieces import IN_CHUNKS, PIECE, BudgetSpec, piecewise
 from vllm_kvcompress.settings.protection import parse_protect
 
 NAME = "llama-gqa"
@@ -42,7 +42,7 @@ def recorded(folder, config, prompt, answer, spans, **options):
     options = {**IN_CHUNKS, **options}
     with engine(make(NAME, folder), additional_config=config, **options) as llm:
         seen, free = llm.record_attention(), llm.free_blocks
-        packed = llm.watch_packing(lambda done: done.todo)
+        packed = llm.watch_packing(lambda done: done.pack_request)
         llm.submit("r", prompt, answer, extra_args={"kv_protect": spans})
         llm.drain()
         llm.settle()
@@ -51,7 +51,7 @@ def recorded(folder, config, prompt, answer, spans, **options):
     return seen, packed
 
 
-class AtEnd(Prompt):
+class AtEnd(BudgetSpec):
     """A prompt that is packed when its prefill ends."""
 
     def __init__(self, method, shape, seen, prompt, budget, window) -> None:
@@ -66,8 +66,8 @@ def test_a_prompt_keeps_its_spans_when_its_prefill_ends(method, checkpoints_fold
     window = {"tova": 1, "streamingllm": 0}.get(method, 32)
     config = settings(method, budget, **({} if window < 2 else {"window": window}))
     prompt = tokens(length, seed=33)
-    seen, (todo,) = recorded(checkpoints_folder, config, prompt, answer, SPANS)
-    plan = todo.plan
+    seen, (pack_request,) = recorded(checkpoints_folder, config, prompt, answer, SPANS)
+    plan = pack_request.plan
     assert not plan.raised
     assert sum(stop - start for start, stop in plan.spans) == len(protected(SPANS)) == 78
     replay = AtEnd(method, SHAPES[NAME], seen, length, int(length * budget), window)
@@ -105,8 +105,10 @@ def test_beside_what_the_operator_protects_others_keep_their_share(
     config = settings(
         method, 0.3, window=32, protect="system", lookahead=lookahead, allow_override=method
     )
-    seen, (todo,) = recorded(checkpoints_folder, config, tokens(length, seed=35), answer, SPANS)
-    plan, layers = todo.plan, SHAPES[NAME].layers
+    seen, (pack_request,) = recorded(
+        checkpoints_folder, config, tokens(length, seed=35), answer, SPANS
+    )
+    plan, layers = pack_request.plan, SHAPES[NAME].layers
     computed = length + lookahead
     shared = -(-(125 + lookahead) * (computed - plan.guarded) // computed)
     assert plan.guarded == (64 if lookahead else 57)
@@ -132,7 +134,7 @@ def test_pieces_keep_the_spans_of_earlier_ones(method, checkpoints_folder):
     length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
     config = piecewise(method, 0.4, probe=0)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
-    replay = Prompt(method, SHAPES[NAME], seen, length, int(length * 0.4))
+    replay = BudgetSpec(method, SHAPES[NAME], seen, length, int(length * 0.4))
     replay.protected = protected(spans)
     replay.to_the_end(length + answer)
     assert len(replay.packed_at) >= 3
@@ -239,7 +241,7 @@ def test_a_probe_shorter_than_the_window_leaves_it_behind_what_was_packed(
     config = settings(method, 0.4, **more)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     if probe < 16:
-        replay = Prompt(method, SHAPES[NAME], seen, length, int(length * 0.4))
+        replay = BudgetSpec(method, SHAPES[NAME], seen, length, int(length * 0.4))
         replay.w, replay.inside = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
         replay.protected = protected(spans)
         replay.to_the_end(length + answer)
@@ -254,9 +256,9 @@ def test_an_answer_that_judges_a_prompt_right_behind_its_last_piece(rest, checkp
     more = {"max_whole": 300, "piece": PIECE, "lookahead": 8}
     config = settings("cake-chunk", 0.4, **more)
     spans = ["0:20", f"{length - 9}:{length}"]
-    _, (todo,) = recorded(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
-    assert todo.answered >= 8
-    assert todo.plan.settled >= 4 * PIECE - 8
+    _, (pack_request,) = recorded(checkpoints_folder, config, tokens(length, seed=5), 30, spans)
+    assert pack_request.answered >= 8
+    assert pack_request.plan.settled >= 4 * PIECE - 8
 
 
 @first_runner
@@ -350,7 +352,7 @@ def test_an_answer_depends_on_its_own_spans(method, more, checkpoints_folder):
 def test_choices_of_one_prompt_share_its_spans(checkpoints_folder):
     model, config = make(NAME, checkpoints_folder), settings("cake", 0.4)
     with engine(model, additional_config=config) as llm:
-        packed = llm.watch_packing(lambda done: done.todo.plan.spans)
+        packed = llm.watch_packing(lambda done: done.pack_request.plan.spans)
         (output,) = llm.outputs(
             PROMPTS[1:2], 8, n=2, temperature=1, extra_args={"kv_protect": "0:17"}
         )
@@ -363,7 +365,7 @@ def test_what_is_protected_counts_in_the_budget_or_raises_it(checkpoints_folder,
     """And where more than half of a prompt is, it is left whole, with its reason."""
     model, prompt = make(NAME, checkpoints_folder), tokens(600, seed=3)
     with engine(model, additional_config=settings("snapkv", 0.3, allow_override="all")) as llm:
-        packed = llm.watch_packing(lambda done: done.todo.plan)
+        packed = llm.watch_packing(lambda done: done.pack_request.plan)
         held = []
         for spans in ("none", "0:60", "0:300", "0:301"):
             llm.submit("r", prompt, 8, extra_args={"kv_protect": spans})

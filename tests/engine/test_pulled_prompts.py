@@ -76,8 +76,8 @@ def drive(pulling, draw):
     planner = pulling.manager.planner
     kept = (planner.schedules, planner._looking, planner._pulled, pulling.loading)
     assert not any((*kept, pulling.manager.lookaheads, pulling.manager._packed))
-    tally = pulling.manager.tally
-    return tally.planned.total(), tally.skipped["full_pool"]
+    compression_stats = pulling.manager.compression_stats
+    return compression_stats.planned.total(), compression_stats.skipped["full_pool"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -122,8 +122,8 @@ def test_prompts_that_were_pulled_run_without_a_free_block(budget, slots, usual)
     assert not pulling.scheduler.requests
     assert pulling.free == 26
     # the second found no slot beside the first one's, and stays whole
-    assert pulling.manager.tally.skipped["full_pool"] == (slots == 1)
-    assert (pulling.manager.tally.slotless > 0) == (slots == 1)
+    assert pulling.manager.compression_stats.skipped["full_pool"] == (slots == 1)
+    assert (pulling.manager.compression_stats.slotless > 0) == (slots == 1)
 
 
 def test_what_is_promised_is_left_once_however_many_are_pulled(usual):
@@ -191,4 +191,4 @@ def test_a_pulled_prompt_that_is_left_whole_is_told_once(usual):
     pulling.step(["short"])
     for _ in range(10):
         pulling.step()
-    assert pulling.manager.tally.skipped.total() == 1
+    assert pulling.manager.compression_stats.skipped.total() == 1

@@ -7,7 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_kvcompress.engine.compression.role_counts import RoleCounts
 from vllm_kvcompress.engine.diagnosis.recording import _Recorder
 from vllm_kvcompress.engine.messages.spans import attach_spans
-from vllm_kvcompress.engine.messages.step import Pack
+from vllm_kvcompress.engine.messages.step import PackRequest
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -19,8 +19,10 @@ def packed(recorder, tokens, slots, **more):
     """One layer of one head keeps `slots`."""
     pages = len(slots) // SIZE
     plan = PagePlan(num_layers=1, tokens=tokens, block_size=SIZE, window=1, budget=2, pages=pages)
-    todo = Pack(request_id="r", settings=SETTINGS, plan=plan, tokens=tokens, destination=(), **more)
-    recorder.packed(todo, torch.tensor([[slots]], dtype=torch.int32), torch.tensor([pages]))
+    pack_request = PackRequest(
+        request_id="r", settings=SETTINGS, plan=plan, tokens=tokens, destination=(), **more
+    )
+    recorder.packed(pack_request, torch.tensor([[slots]], dtype=torch.int32), torch.tensor([pages]))
 
 
 def test_a_whole_prompt_between_the_pieces_of_another_is_its_own():
@@ -68,22 +70,22 @@ def test_what_a_server_counts_of_each_role_is_what_doctor_notes(tokens, answered
         num_layers=layers, tokens=tokens, block_size=SIZE, window=1, budget=9, pages=7
     )  # fmt: skip
     more = {"settings": SETTINGS, "plan": plan, "tokens": tokens, "destination": ()}
-    todo = Pack(request_id="r", answered=answered, **more)
+    pack_request = PackRequest(request_id="r", answered=answered, **more)
     recorder, counting = _Recorder(buckets=8, parts=roles), RoleCounts()
     counting.begin_step(Told("r", roles))
     for packed_by in (recorder.packed, counting.packed):
-        packed_by(todo, kept, counts)
+        packed_by(pack_request, kept, counts)
     counted = counting.take("r")
-    told = counted.shares(todo, counted.pairs.tolist())
+    told = counted.shares(pack_request, counted.pairs.tolist())
     assert {role: share for role, _, share in told} == pytest.approx(recorder.prompts[0]["parts"])
     assert sum(own.tokens for own in told) == prompt
     assert counting.take("r") is None
     # of what was packed piece by piece a slot is no position, and nothing is told
-    counting.packed(Pack(request_id="r", whole=False, **more), kept, counts)
+    counting.packed(PackRequest(request_id="r", whole=False, **more), kept, counts)
     assert counting.take("r") is None
     # nor of another request of its name that does not ask, nor once it is gone
     for later in (Told("r", {}), Told("other", {}, gone=["r"])):
         counting.begin_step(Told("r", roles))
         counting.begin_step(later)
-        counting.packed(todo, kept, counts)
+        counting.packed(pack_request, kept, counts)
         assert counting.take("r") is None

@@ -15,9 +15,9 @@ from engines import BLOCK, V2, engine, settings
 from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.budget_spec import LayerStats
 from vllm_kvcompress.methods.budgets import round_to_pages
 from vllm_kvcompress.methods.page_plan import page_plan
-from vllm_kvcompress.methods.prompt import LayerStats
 from vllm_kvcompress.settings.config import CompressionConfig
 
 WINDOW = 32

@@ -15,7 +15,7 @@ from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.frontend import usage
 from vllm_kvcompress.engine.frontend.aliases import resolve
 from vllm_kvcompress.engine.frontend.usage import Collected, merge, with_usage
-from vllm_kvcompress.engine.messages.step import Pack, Packed, StepPlan
+from vllm_kvcompress.engine.messages.step import Packed, PackRequest, StepPlan
 from vllm_kvcompress.engine.messages.usage import take_kept
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.methods.page_plan import page_plan
@@ -25,9 +25,9 @@ from vllm_kvcompress.settings.config import CompressionConfig
 SETTINGS = CompressionConfig.parse({"compress": "cake", "budget": 0.5})
 
 
-def todo(name, tokens=100):
+def pack_request(name, tokens=100):
     plan = page_plan(SETTINGS.prompt(2, tokens), 16)
-    return Pack(request_id=name, settings=SETTINGS, plan=plan, tokens=tokens, destination=())
+    return PackRequest(request_id=name, settings=SETTINGS, plan=plan, tokens=tokens, destination=())
 
 
 class Event:
@@ -63,7 +63,7 @@ def test_the_line_of_the_log_is_the_one_that_is_read(monkeypatch):
     """Demo, doctor and tests read it back from a server's log."""
     said = []
     monkeypatch.setattr(reporting.logger, "info", lambda line, *given: said.append(line % given))
-    told, one = Reports(Stages([(0, 1)]), log=True), todo("r")
+    told, one = Reports(Stages([(0, 1)]), log=True), pack_request("r")
     told.add(one, torch.tensor([3, 2]), Stopwatch(torch.device("cpu")))
     (done,) = told.take()
     (read,) = compressed_requests("\n".join(said))
@@ -78,7 +78,7 @@ def test_a_report_comes_when_the_device_is_there(gpu):
         watch = Stopwatch(gpu)
         with watch.running():
             pass
-        reports.add(todo(name), torch.tensor([2, 1]), watch)
+        reports.add(pack_request(name), torch.tensor([2, 1]), watch)
     assert Event.made == 8
     assert reports.take() == []
     Event.reached = 3  # a's packing, not yet its copy
@@ -96,7 +96,7 @@ def test_on_a_cpu_it_comes_at_once_with_the_time_of_every_part():
     for _ in range(3):
         with watch.running():
             sum(range(1000))
-    reports.add(todo("r", 101), torch.tensor([3, 0]), watch)
+    reports.add(pack_request("r", 101), torch.tensor([3, 0]), watch)
     (done,) = reports.take()
     assert (done.method, done.tokens, done.layer_tokens) == ("cake", 101, (53, 5))
     assert done.kept == 29
@@ -141,7 +141,7 @@ def news_of(output):
 
 def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has_them():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(number=1, pack=(todo("a"), todo("b"))))
+    notes.plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     first, other = outputs("a", "c")
     notes.send([first, other])
     assert news_of(other) is None
@@ -160,7 +160,7 @@ def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has
 
 def test_layers_of_an_earlier_compression_are_not_a_later_ones():
     notes, kept = UsageNotes(), {}
-    notes.plan(StepPlan(number=1, pack=(todo("a", 120),)))
+    notes.plan(StepPlan(number=1, pack=(pack_request("a", 120),)))
     notes.report([packed("a", 100, (52, 36))])
     (output,) = outputs("a")
     notes.send([output])
@@ -172,7 +172,7 @@ def test_layers_of_an_earlier_compression_are_not_a_later_ones():
 
 def test_requests_that_are_gone_leave_no_news():
     notes = UsageNotes()
-    notes.plan(StepPlan(number=1, pack=(todo("a"), todo("b"))))
+    notes.plan(StepPlan(number=1, pack=(pack_request("a"), pack_request("b"))))
     notes.report([packed("gone", 100, (52, 36))])
     notes.forget({"b": None})
     assert len(notes) == 1

@@ -216,13 +216,13 @@ def is_compressed(request: Request, config: CompressionConfig) -> bool:
     return page_plan(own.prompt(LAYERS, len(request.prompt)), BLOCK, spans) is not None
 
 
-def send(llm: Engine, todo: Sequence[Request]) -> tuple[dict[str, list[int]], set[str]]:
+def send(llm: Engine, pack_request: Sequence[Request]) -> tuple[dict[str, list[int]], set[str]]:
     """Send everything, stepping in between, until nothing is left: answers, and who was aborted."""
     done: dict[str, list[int]] = {}
     aborted: set[str] = set()
     due: list[tuple[int, str]] = []
     steps = 0
-    for index, request in enumerate(todo):
+    for index, request in enumerate(pack_request):
         llm.submit(
             str(index),
             request.prompt,
@@ -248,9 +248,11 @@ def watch_early(llm: Engine) -> dict[str, list[int]]:
     """From now on: per request how many tokens it had when its look-ahead was cut short."""
     seen: dict[str, list[int]] = {}
 
-    def packed(todo: Any, kept: Any, counts: Any) -> None:
-        if todo.cut:
-            seen.setdefault(todo.request_id.split("-")[0], []).append(todo.answered + 1)
+    def packed(pack_request: Any, kept: Any, counts: Any) -> None:
+        if pack_request.cut:
+            seen.setdefault(pack_request.request_id.split("-")[0], []).append(
+                pack_request.answered + 1
+            )
 
     llm.compressor.packer.observers.append(packed)
     return seen
@@ -277,7 +279,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         max_num_seqs=96,
         kv_cache_dtype=load.cache,
     )
-    todo = list(requests(load, seed=17))
+    pack_request = list(requests(load, seed=17))
     with engine(
         model,
         blocks=1 + load.pool + load.beside,
@@ -287,9 +289,9 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     ) as llm:
         free = llm.free_blocks
         resumed = llm.watch_preemptions()
-        ids = llm.watch_packing(lambda finished: finished.todo.request_id.split("-")[0])
+        ids = llm.watch_packing(lambda finished: finished.pack_request.request_id.split("-")[0])
         early = watch_early(llm)
-        done, aborted = send(llm, todo)
+        done, aborted = send(llm, pack_request)
         packed = set(ids)
         assert llm.free_blocks == free
         manager, compressor = llm.manager, llm.compressor
@@ -310,7 +312,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
             compressor.pool._slots,
             compressor.pool.ring and compressor.pool.ring._slots,
             compressor.reports._pending,
-            manager.tally.packed,
+            manager.compression_stats.packed,
             llm.scheduler.requests,
         ]
         assert not any(left), left
@@ -323,7 +325,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
         # vLLM itself grows until everything was used once; from then on nothing may
         for _ in range(2):
             before = resources()
-            send(llm, todo[: load.count // 4])
+            send(llm, pack_request[: load.count // 4])
             assert llm.free_blocks == free
         after = resources()
     more = after.files - before.files  # fewer may be open: those of what ran before, and ended
@@ -331,7 +333,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     expected = {str(i) for i in range(load.count)} - aborted
     assert aborted
     assert expected <= done.keys()
-    meant = {str(i) for i, request in enumerate(todo) if is_compressed(request, config)}
+    meant = {str(i) for i, request in enumerate(pack_request) if is_compressed(request, config)}
     assert meant - aborted <= packed <= meant | early.keys()
     assert bool(early) is load.ahead
     assert len(packed) > load.count // 10
@@ -349,7 +351,9 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
     assert grown < 5 * 2**20 * TIMES, "memory is lost with every request"
     with engine(model, enable_prefix_caching=False, **options) as llm:
         crowded = llm.watch_preemptions()
-        asked = {request_id: todo[int(request_id)] for request_id in sorted(expected, key=int)}
+        asked = {
+            request_id: pack_request[int(request_id)] for request_id in sorted(expected, key=int)
+        }
         # What is never packed is the same whatever happens to it. An answer that is computed again
         # is bounded as before, but its prompt stays whole unless both are longer than may be.
         packing = asked.keys() if load.bounded else meant

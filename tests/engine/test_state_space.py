@@ -20,7 +20,7 @@ from engines import BLOCKS, V2, engine, first_runner, settings, with_states
 from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import Ahead, ahead
-from test_prompts_in_pieces import Prompt, piecewise
+from test_prompts_in_pieces import BudgetSpec, piecewise
 from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
@@ -81,7 +81,7 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
         llm.submit("r", tokens(length, seed=5), answer)
         llm.drain()
         assert llm.free_blocks == free
-    replay = Prompt("cake", full_layers(name, seen), seen, length, int(length * 0.5))
+    replay = BudgetSpec("cake", full_layers(name, seen), seen, length, int(length * 0.5))
     replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 2
@@ -188,7 +188,7 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(alone):
         options = asked(name, max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
         with engine(model, blocks=1 + blocks, additional_config=FREE, **options) as llm:
             assert other_layers_of(llm.scheduler.vllm_config).blocks() == 2
-            places = llm.watch_packing(lambda finished: finished.todo.in_place)
+            places = llm.watch_packing(lambda finished: finished.pack_request.in_place)
             for _ in range(2):
                 assert llm.generate([PROMPTS[0]], NEW) == want[:1]
             used |= set(places)

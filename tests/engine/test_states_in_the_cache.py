@@ -160,7 +160,7 @@ def test_in_a_pool_of_any_size_it_ends_and_is_the_same(config, longest, in_place
     for blocks in range(least, least + plan.blocks + 3):
         options = dict(max_model_len=448, max_num_batched_tokens=64, max_num_seqs=2)
         with started(model, config, blocks=1 + blocks, **options) as llm:
-            packings = llm.watch_packing(lambda finished: finished.todo.in_place)
+            packings = llm.watch_packing(lambda finished: finished.pack_request.in_place)
             for _ in range(2):
                 answers, found = run(llm, [(PROMPTS[0], {})], NEW)
                 assert answers == want
@@ -225,7 +225,9 @@ def test_a_look_ahead_that_is_preempted_finds_its_states(answered, model):
     with started(model, ahead("cake", 0.3, lookahead=m)) as llm:
         want = llm.generate([PROMPTS[0]], new)
         assert llm.scheduler.reset_prefix_cache()
-        judged = llm.watch_packing(lambda done: (done.todo.tokens, done.todo.answered))
+        judged = llm.watch_packing(
+            lambda done: (done.pack_request.tokens, done.pack_request.answered)
+        )
         llm.submit("r", PROMPTS[0], new)
         while llm.step() is not None and llm.running()[0].num_output_tokens < answered:
             pass
@@ -300,7 +302,9 @@ def test_a_look_ahead_does_not_give_way_to_states_that_nobody_takes(checkpoints_
     options = dict(blocks=1 + 42, max_num_batched_tokens=257, max_model_len=640)
     with started(make("granite", checkpoints_folder), config, **options) as llm:
         packings = []
-        llm.compressor.packer.observers.append(lambda todo, *_: packings.append(todo.cut))
+        llm.compressor.packer.observers.append(
+            lambda pack_request, *_: packings.append(pack_request.cut)
+        )
         looking = llm.submit("looking", PROMPTS[1], 60)
         for _ in range(3):
             llm.step()

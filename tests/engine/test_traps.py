@@ -23,7 +23,9 @@ def watch_packing(llm) -> list:
 
     def computed(finishing):
         running = {r.request_id: r for r in llm.scheduler.running}
-        return running[finishing.todo.request_id].num_computed_tokens, finishing.todo
+        return running[
+            finishing.pack_request.request_id
+        ].num_computed_tokens, finishing.pack_request
 
     return llm.watch_packing(computed)
 
@@ -206,7 +208,7 @@ def test_trap_15_what_ranks_must_agree_on_comes_from_lengths_alone(model):
         seen = watch_packing(llm)
         for seed in range(4):
             llm.generate([tokens(420, seed=seed)], 2)
-        plans = [todo.plan for _, todo in seen]
+        plans = [pack_request.plan for _, pack_request in seen]
     assert len(plans) == 4
     assert len(set(plans)) == 1
 

@@ -13,8 +13,8 @@ import pytest
 
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
+from deferred_frees import defer_frees
 from engines import BLOCK, V2, Engine, engine, first_runner, settings
-from fenced import fence
 from test_lookahead import AHEAD, BUDGET, Ahead, ahead
 from test_ngram import FEW, NGRAM
 from vllm_kvcompress.engine.messages.step import BUDGET as TO_BUDGET
@@ -48,7 +48,7 @@ class Kind:
         options: of the engine.
         asks: of every request, beside what the load gives it.
         seeds: of its loads.
-        fenced: what is freed waits for the steps under way, as where a connector pulls.
+        deferred: what is freed waits for the steps under way, as where a connector pulls.
     """
 
     model: str = "llama-two-layers"
@@ -58,14 +58,14 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     asks: dict[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
-    fenced: bool = False
+    deferred: bool = False
 
 
 KINDS = {
     "sync": Kind(),
     "async": Kind(options={"async_scheduling": True}),
     # seeds for which one is left if only the next step is looked at
-    "fenced": Kind(options={"async_scheduling": True}, fenced=True, seeds=(13, 22)),
+    "deferred": Kind(options={"async_scheduling": True}, deferred=True, seeds=(13, 22)),
     "hybrid": Kind(model="gpt-oss", pool=90, small=34, options={"async_scheduling": True}),
     # a chunk has room for a probe, whatever its limit
     "pieces": Kind(
@@ -109,7 +109,11 @@ class Watched:
             ran.update(llm.manager.lookaheads._all)
             output = schedule(*args, **kwargs)
             plan = output.kvcompress
-            self.cuts += [todo.cut for todo in (plan.pack if plan is not None else ()) if todo.cut]
+            self.cuts += [
+                pack_request.cut
+                for pack_request in (plan.pack if plan is not None else ())
+                if pack_request.cut
+            ]
             return output
 
         scheduler._preempt_request, scheduler.schedule = preempting, scheduling
@@ -121,10 +125,10 @@ class Watched:
         if ahead is None:
             return False
         # in a step that is being scheduled it may be counted with that step already
-        kept = ahead.lookahead.kept(ahead.schedule.holding, ahead.tokens)
+        kept = ahead.lookahead.kept(ahead.schedule.footprint, ahead.tokens)
         if kept is None:
             return False
-        full = len(manager.ordinary(request_id, ahead.schedule.holding, ahead.tokens))
+        full = len(manager.ordinary(request_id, ahead.schedule.footprint, ahead.tokens))
         return full + manager.packed_blocks(request_id) > kept.blocks
 
 
@@ -187,8 +191,8 @@ def test_no_request_is_preempted_while_another_looks_ahead(
     """However prompts begin, whatever chunks they have and whichever share of the pool is there."""
     with started(name, checkpoints_folder) as llm:
         watched = Watched(llm)
-        if KINDS[name].fenced:
-            fence(llm)
+        if KINDS[name].deferred:
+            defer_frees(llm)
         for seed in KINDS[name].seeds:
             done = run(llm, KINDS[name], seed)
             assert {key: len(answer) for key, answer in done.items()} == {
@@ -263,7 +267,7 @@ def test_every_step_reads_what_the_reference_holds(
         max_model_len=1024,
     ) as llm:
         seen, free, packed = llm.record_attention(), llm.free_blocks, []
-        llm.compressor.packer.observers.append(lambda todo, *_: packed.append(todo))
+        llm.compressor.packer.observers.append(lambda pack_request, *_: packed.append(pack_request))
 
         def short(looking):
             (request,) = llm.scheduler.running
@@ -276,7 +280,7 @@ def test_every_step_reads_what_the_reference_holds(
         assert llm.free_blocks == free
     own, cut = int(LENGTH * BUDGET), LENGTH + answered
     cuts = {cut: own} if to == TO_BUDGET else {cut: LENGTH // 2, LENGTH + AHEAD: own}
-    assert [(todo.tokens, todo.cut) for todo in packed] == [
+    assert [(pack_request.tokens, pack_request.cut) for pack_request in packed] == [
         (at, to if at == cut else "") for at in cuts
     ]
     assert watched("cut_lookaheads") == {to: 1}

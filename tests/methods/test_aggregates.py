@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import methods_reference as ref
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers.aggregates import AGGREGATES
 from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
 from vllm_kvcompress.methods.scorers.window import SnapKV
@@ -34,7 +34,7 @@ def inputs(layers, heads, kv_heads, tokens, dim, *, sink=0.0, seed=0):
 def columns(maximum, kv_heads, w):
     maximum = torch.as_tensor(maximum, dtype=torch.float32)
     past = maximum.shape[1] - w
-    return Columns(num_kv_heads=kv_heads, past=past, device=CPU, rows=w, maximum=maximum)
+    return AttentionStats(num_kv_heads=kv_heads, past=past, device=CPU, rows=w, maximum=maximum)
 
 
 @pytest.mark.parametrize("scorer", ["snapkv", "caote", "fastcaote"])
@@ -204,7 +204,7 @@ def test_a_presets_own_kernel_stands_beside_defensive():
 
 
 def test_a_value_norm_needs_the_values():
-    shown = replace(Columns(num_kv_heads=1, past=2, device=CPU), total=torch.ones(1, 2))
+    shown = replace(AttentionStats(num_kv_heads=1, past=2, device=CPU), total=torch.ones(1, 2))
     with pytest.raises(ValueError, match="value_norm needs the cached values"):
         SnapKV(value_norm=True).score(shown)
 
@@ -213,7 +213,7 @@ def test_a_value_norm_needs_the_values():
 @pytest.mark.parametrize("aggregate", ["max", "defensive"])
 def test_an_aggregate_needs_what_it_reads(scorer, aggregate):
     shown = replace(
-        Columns(num_kv_heads=1, past=2, device=CPU),
+        AttentionStats(num_kv_heads=1, past=2, device=CPU),
         total=torch.ones(1, 2),
         recent=torch.ones(1, 1),
     )

@@ -14,13 +14,13 @@ from vllm_kvcompress.methods.allocators.highest import Global
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def prompt(n, budget, window, tokens):
-    return Prompt(num_layers=n, tokens=tokens, window=window, budget=budget)
+    return BudgetSpec(num_layers=n, tokens=tokens, window=window, budget=budget)
 
 
 def figures(*pairs):

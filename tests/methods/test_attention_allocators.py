@@ -14,13 +14,13 @@ from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.d2o import D2O
 from vllm_kvcompress.methods.allocators.dynamickv import DynamicKV
 from vllm_kvcompress.methods.allocators.highest import Global, count_highest, ranked, shares
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def prompt(n, budget, window, tokens, total=None):
-    return Prompt(num_layers=n, tokens=tokens, window=window, budget=budget, total=total)
+    return BudgetSpec(num_layers=n, tokens=tokens, window=window, budget=budget, total=total)
 
 
 def of_shifts(shifts):

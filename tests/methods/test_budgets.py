@@ -9,8 +9,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods import budgets
+from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.prompt import Prompt
 
 prop = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -229,7 +229,9 @@ def plans_with_tokens(draw):
     tokens = draw(st.integers(2, 40 * block))
     window = draw(st.integers(0, min(tokens - 1, 3 * block)))
     budget = draw(st.integers(window + 1, tokens))
-    made = page_plan(Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget), block)
+    made = page_plan(
+        BudgetSpec(num_layers=layers, tokens=tokens, window=window, budget=budget), block
+    )
     assume(made is not None)
     weights = draw(st.lists(st.floats(0, 100), min_size=layers, max_size=layers))
     past, base = tokens - window, budget - window

@@ -13,7 +13,7 @@ import torch
 import methods_reference as ref
 from kvcompress_kernels.merge_evicted import merge_evicted
 from observing import kept_slots, observe_rows
-from vllm_kvcompress.methods.rows import Rows, attention_paid
+from vllm_kvcompress.methods.paged_layers import PagedLayers, attention_paid
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -82,7 +82,7 @@ class Packed:
         new = (torch.from_numpy(x).float()[:, None] for x in (k, v))
         self.k, self.v = (torch.cat([x, y], 1) for x, y in zip((self.k, self.v), new, strict=True))
         length = self.k.shape[1]
-        rows = Rows(
+        rows = PagedLayers(
             key_pages=self.k.transpose(0, 1)[..., None],
             value_pages=self.v.transpose(0, 1)[:, :, None],
             pages=torch.arange(length)[None],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import methods_reference as ref
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.prompt import Columns, PagedKeys, PagedValues
+from vllm_kvcompress.methods.budget_spec import AttentionStats, PagedKeys, PagedValues
 from vllm_kvcompress.methods.scorers.keydiff import KeyDiff
 from vllm_kvcompress.methods.scorers.lagkv import LagKV
 from vllm_kvcompress.methods.scorers.position import StreamingLLM
@@ -36,7 +36,7 @@ def columns(k, v, window, page=16):
         into[:, :tokens] = x
     keys, values = (x.view(heads, rows, page, dim).transpose(0, 1) for x in padded)
     pages = torch.arange(rows, device=k.device)
-    return Columns(
+    return AttentionStats(
         num_kv_heads=heads,
         past=max(tokens - window, 0),
         device=k.device,
@@ -186,4 +186,4 @@ def test_bad_parameters(params, told):
 )
 def test_what_is_read_must_be_shown(scorer, told):
     with pytest.raises(ValueError, match=told):
-        scorer.score(Columns(num_kv_heads=1, past=4, device=torch.device("cpu")))
+        scorer.score(AttentionStats(num_kv_heads=1, past=4, device=torch.device("cpu")))

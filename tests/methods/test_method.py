@@ -7,9 +7,9 @@ from vllm_kvcompress.methods import method
 from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
+from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
 from vllm_kvcompress.methods.kept_slots import kept_slots
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.prompt import Columns, LayerStats, Prompt
 from vllm_kvcompress.methods.scorers.position import StreamingLLM
 from vllm_kvcompress.methods.selectors import TopK
 
@@ -37,7 +37,7 @@ def kept_positions(scores, plan, pages, selector):
 
 
 def plan_of(layers, tokens, block, window, budget):
-    p = Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget)
+    p = BudgetSpec(num_layers=layers, tokens=tokens, window=window, budget=budget)
     return page_plan(p, block)
 
 
@@ -183,7 +183,7 @@ def test_no_pages():
 @pytest.mark.parametrize("pages", [1, 2, 3])
 def test_streamingllm_keeps_sinks_and_the_end_of_the_full_blocks(pages):
     plan = PagePlan(num_layers=1, tokens=66, block_size=16, window=0, budget=20, pages=pages)
-    columns = Columns(num_kv_heads=2, past=66, device=torch.device("cpu"))
+    columns = AttentionStats(num_kv_heads=2, past=66, device=torch.device("cpu"))
     kept = kept_positions(StreamingLLM().score(columns), plan, pages, TopK())
     last = pages * 16 - 4
     assert kept.tolist() == [[0, 1, 2, 3, *range(64 - last, 64)]] * 2

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
-from vllm_kvcompress.methods.prompt import Prompt
 
 prop = settings(derandomize=True, deadline=None, max_examples=120)
 
 
 def prompt(layers, tokens, window, budget):
-    return Prompt(num_layers=layers, tokens=tokens, window=window, budget=budget)
+    return BudgetSpec(num_layers=layers, tokens=tokens, window=window, budget=budget)
 
 
 @st.composite
@@ -135,7 +135,7 @@ def test_frozen_and_hashable():
 @pytest.mark.parametrize(("tokens", "pages"), [(320, 3), (321, 0)])
 def test_a_budget_of_one_token_leaves_a_page_where_there_is_no_tail(tokens, pages):
     """An empty layer has nothing to attend to."""
-    prompt = Prompt(num_layers=3, tokens=tokens, window=0, budget=1)
+    prompt = BudgetSpec(num_layers=3, tokens=tokens, window=0, budget=1)
     plan = page_plan(prompt, 32)
     assert plan.pages == pages
     assert plan.floor_pages == pages // 3

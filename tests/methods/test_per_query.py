@@ -9,7 +9,7 @@ from settings_as_written import refused
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators.d2o import D2O
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers.accumulated import H2O, column_means
 from vllm_kvcompress.methods.scorers.caote import Caote, FastCaote
 from vllm_kvcompress.offline import compress
@@ -37,7 +37,7 @@ def test_by_hand():
     """Rows (1), (0.5, 0.5), (0.2, 0.3, 0.5): three rows see the first column, one the last."""
     sums = torch.tensor([[1.7, 0.8, 0.5]])
     np.testing.assert_allclose(column_means(sums), [[1.7 / 3, 0.4, 0.5]], rtol=1e-6)
-    columns = Columns(num_kv_heads=1, past=2, device=sums.device, sums=sums)
+    columns = AttentionStats(num_kv_heads=1, past=2, device=sums.device, sums=sums)
     np.testing.assert_allclose(H2O(per_query=True).score(columns), [[1.7 / 3, 0.4]], rtol=1e-6)
     assert H2O().score(columns).tolist() == sums[:, :2].tolist()
 
@@ -45,7 +45,7 @@ def test_by_hand():
 def test_a_late_token_that_every_later_one_reads_ranks_above_an_early_one():
     """Half of each later row's attention, and a tenth of it for twice as long and more."""
     sums = torch.tensor([[0.1 * 100] + [0.0] * 89 + [0.5 * 10] + [0.0] * 9])
-    columns = Columns(num_kv_heads=1, past=95, device=sums.device, sums=sums)
+    columns = AttentionStats(num_kv_heads=1, past=95, device=sums.device, sums=sums)
     assert H2O().score(columns).argmax() == 0
     assert H2O(per_query=True).score(columns).argmax() == 90
 

@@ -10,7 +10,7 @@ from kvcompress_kernels.window_scores import window_scores
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators.cake import Cake
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.scorers.accumulated import H2O
 from vllm_kvcompress.methods.scorers.cake import CakeIndicator
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 def columns(total, kv_heads, *, rows=0, variance=None):
     total = torch.as_tensor(total, dtype=torch.float32)
-    return Columns(
+    return AttentionStats(
         num_kv_heads=kv_heads,
         past=total.shape[1],
         device=CPU,
@@ -188,7 +188,7 @@ def test_tiny_mha_shape_check():
 @pytest.mark.parametrize("sinks", [0, 1, 4, 50])
 @pytest.mark.parametrize("past", [0, 1, 3, 4, 20])
 def test_streamingllm_keeps_sinks_then_the_latest(sinks, past):
-    score = StreamingLLM(sinks=sinks).score(Columns(num_kv_heads=3, past=past, device=CPU))
+    score = StreamingLLM(sinks=sinks).score(AttentionStats(num_kv_heads=3, past=past, device=CPU))
     assert score.shape == (3, past)
     assert score.dtype == torch.float32
     assert torch.equal(score[0], score[2])
@@ -200,7 +200,7 @@ def test_streamingllm_keeps_sinks_then_the_latest(sinks, past):
 
 
 def test_streamingllm_orders_long_prompts_exactly():
-    score = StreamingLLM().score(Columns(num_kv_heads=1, past=2**24, device=CPU))[0, -5000:]
+    score = StreamingLLM().score(AttentionStats(num_kv_heads=1, past=2**24, device=CPU))[0, -5000:]
     assert (score.diff() == 1).all()
 
 
@@ -210,7 +210,7 @@ def test_streamingllm_orders_long_prompts_exactly():
 @pytest.mark.parametrize("scorer", [SnapKV(), CakeIndicator()])
 def test_scores_need_the_attention_they_read(scorer):
     with pytest.raises(ValueError, match="needs the window's attention"):
-        scorer.score(Columns(num_kv_heads=1, past=4, device=CPU))
+        scorer.score(AttentionStats(num_kv_heads=1, past=4, device=CPU))
 
 
 def test_cake_needs_the_variance():
@@ -253,7 +253,7 @@ def test_defaults():
 def test_runs_stand_before_all_other_tokens(kernel):
     """docs/methods.md 4.10, by hand; the last run may be shorter, and none may be lifted."""
     row = torch.tensor([[0.1, 0.2, 0.4, 0.25, 0.05]])
-    columns = Columns(
+    columns = AttentionStats(
         num_kv_heads=1,
         past=5,
         device=torch.device("cpu"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.schedules import EveryInterval
 from vllm_kvcompress.settings.config import CompressionConfig
 
@@ -35,56 +35,56 @@ def answers(draw):
     protected = draw(st.sampled_from([0, 1, prompt // 3, prompt // 2]))
     spans = ((0, protected),) if protected else ()
     answer = EveryInterval(settings=made, prefilled=prompt, last=last, spans=spans)
-    holding = Holding(num_layers=layers, block_size=block)
+    footprint = KVFootprint(num_layers=layers, block_size=block)
     plan = made.page_plan(layers, prompt, block, spans)
     if plan is not None:
-        holding.pack(plan, prompt // block)
-    return answer, holding, 0 if plan is None else plan.blocks
+        footprint.pack(plan, prompt // block)
+    return answer, footprint, 0 if plan is None else plan.blocks
 
 
 @prop
 @given(answers())
 def test_what_is_held_stays_within_its_bound(case):
     """From the first time on; pages are exact, and a layer's bound on the host holds."""
-    answer, holding, packed = case
-    size, layers, frozen = holding.block_size, holding.num_layers, None
+    answer, footprint, packed = case
+    size, layers, frozen = footprint.block_size, footprint.num_layers, None
     interval, window = answer.settings.decode_interval, answer.settings.resolved_decode_window
     for tokens in range(answer.prefilled + 1, answer.last):
-        held = packed + -(-tokens // size) - holding.first_block
-        if holding.frozen:
-            assert held <= -(-answer.cap(holding) // layers) + interval // size + 1
-        plan = answer.plan(holding, tokens)
+        held = packed + -(-tokens // size) - footprint.first_block
+        if footprint.frozen:
+            assert held <= -(-answer.cap(footprint) // layers) + interval // size + 1
+        plan = answer.plan(footprint, tokens)
         if plan is None:
             continue
-        before = holding.pages + layers * (tokens // size - holding.first_block)
+        before = footprint.pages + layers * (tokens // size - footprint.first_block)
         assert tokens % size == 0
-        assert tokens - holding.first_block * size >= interval
+        assert tokens - footprint.first_block * size >= interval
         assert tokens + 1 < answer.last
         assert plan.pages < before
-        standing = window + count_before(answer.spans, answer.prefilled)
-        assert plan.floor_pages == max(-(-standing // size), 1)
+        always_kept = window + count_before(answer.spans, answer.prefilled)
+        assert plan.floor_pages == max(-(-always_kept // size), 1)
         assert layers * plan.floor_pages <= plan.pages
         assert -(-before // layers) <= plan.full_blocks
         assert plan.tail == 0
         if frozen is not None:
             assert plan.pages == frozen
         packed, frozen = plan.blocks, plan.pages
-        holding.pack(plan, tokens // size, freeze=True)
-        assert holding.most_pages * layers >= holding.pages
+        footprint.pack(plan, tokens // size, freeze=True)
+        assert footprint.most_pages * layers >= footprint.pages
 
 
 @prop
 @given(answers())
 def test_the_most_that_is_held(case):
-    answer, holding, packed = case
-    most = answer.most_blocks(holding, packed=packed, tokens=answer.last - 1)
-    size, own, seen = holding.block_size, packed, []
+    answer, footprint, packed = case
+    most = answer.most_blocks(footprint, packed=packed, tokens=answer.last - 1)
+    size, own, seen = footprint.block_size, packed, []
     for tokens in range(answer.prefilled, answer.last):
-        seen.append(own + -(-tokens // size) - holding.first_block)
-        plan = answer.plan(holding, tokens) if tokens > answer.prefilled else None
+        seen.append(own + -(-tokens // size) - footprint.first_block)
+        plan = answer.plan(footprint, tokens) if tokens > answer.prefilled else None
         if plan is not None:
             own = plan.blocks
-            holding.pack(plan, tokens // size, freeze=True)
+            footprint.pack(plan, tokens // size, freeze=True)
     assert most == max(seen)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.planning.schedules import LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -39,9 +39,9 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0}
     own = CompressionConfig.parse({**raw, "lookahead": m})
     ahead, tokens = lookahead_of(own, layers, size, prompt, new), prompt + m + late
-    plan = ahead.plan(Holding(num_layers=layers, block_size=size), tokens)
+    plan = ahead.plan(KVFootprint(num_layers=layers, block_size=size), tokens)
     assert all(
-        ahead.plan(Holding(num_layers=layers, block_size=size), earlier) is None
+        ahead.plan(KVFootprint(num_layers=layers, block_size=size), earlier) is None
         for earlier in (prompt, tokens - late - 1)
     )
     if tokens + 1 >= prompt + new:
@@ -79,8 +79,8 @@ def test_what_is_protected_is_in_the_budget_or_raises_it(
     inside = sorted(edge for edge in edges if edge <= prompt)
     spans = tuple(zip(inside[::2], inside[1::2], strict=False))
     ahead = lookahead_of(own, layers, size, prompt, m + 100)
-    holding, tokens = Holding(num_layers=layers, block_size=size), prompt + m
-    without, plan = (each.plan(holding, tokens) for each in (ahead, replace(ahead, spans=spans)))
+    footprint, tokens = KVFootprint(num_layers=layers, block_size=size), prompt + m
+    without, plan = (each.plan(footprint, tokens) for each in (ahead, replace(ahead, spans=spans)))
     if plan is None:
         whole = 2 * count_before(spans, prompt + m) > prompt + m
         assert without is None or whole or layers * (tokens // size) <= least(ahead, spans, tokens)
@@ -95,8 +95,9 @@ def test_what_is_protected_is_in_the_budget_or_raises_it(
         assert not spans or plan.pages >= least(ahead, spans, tokens) or not plan.guarded
     prompt_seen = plan.prompt
     assert prompt_seen.base >= 0
-    assert prompt_seen.past_total + layers * prompt_seen.standing <= plan.pages * size + layers * (
-        plan.tail + size
+    assert (
+        prompt_seen.past_total + layers * prompt_seen.always_kept
+        <= plan.pages * size + layers * (plan.tail + size)
     )
 
 
@@ -105,11 +106,11 @@ def least(ahead, spans, tokens):
     size, window = ahead.block_size, ahead.window(tokens)
     tail, own = tokens % size, ahead.settings.prompt(ahead.num_layers, ahead.prompt)
     guarded = count_before(spans, tokens - max(window, tail))
-    standing = -(-(max(window - tail, 0) + guarded) // size) + 1
+    always_kept = -(-(max(window - tail, 0) + guarded) // size) + 1
     budget = own.budget + ahead.answered(tokens)
     share = Fraction(budget * (tokens - guarded), tokens)
     others = math.ceil(share if ahead.settings.protect else Fraction(budget, 2))
-    return ahead.num_layers * max(standing, -(-(guarded + others - tail) // size))
+    return ahead.num_layers * max(always_kept, -(-(guarded + others - tail) // size))
 
 
 @given(
@@ -126,21 +127,21 @@ def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
     pieces = EveryPiece(
         settings=own, num_layers=layers, block_size=size, tokens=prompt, packs_end=False
     )
-    holding, computed = Holding(num_layers=layers, block_size=size), 0
+    footprint, computed = KVFootprint(num_layers=layers, block_size=size), 0
     while computed < prompt:
         computed = min(computed + chunk, pieces.next_end(computed))
-        plan = pieces.plan(holding, computed)
+        plan = pieces.plan(footprint, computed)
         assert plan is None or computed < prompt
         if plan is not None:
-            holding.pack(plan, computed // size)
-    packed = -(-holding.pages // layers)
-    assert pieces.ending == packed + -(-prompt // size) - holding.first_block
+            footprint.pack(plan, computed // size)
+    packed = -(-footprint.pages // layers)
+    assert pieces.ending == packed + -(-prompt // size) - footprint.first_block
     # where its end leaves room for them, its answer's tokens take no more than its pieces did
     ahead = lookahead_of(own, layers, size, prompt, 500)
-    end = packed + -(-(prompt + m) // size) - holding.first_block
+    end = packed + -(-(prompt + m) // size) - footprint.first_block
     assert ahead.held_blocks(pieces.ending) == end
-    held = holding.pages_at((prompt + m) // size)
-    plan = ahead.plan(holding, prompt + m)
+    held = footprint.pages_at((prompt + m) // size)
+    plan = ahead.plan(footprint, prompt + m)
     assert plan is not None
     assert plan.pages <= held
     kept = plan.pages * size + layers * plan.tail
@@ -153,7 +154,7 @@ def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():
     own = CompressionConfig.parse(raw)
     ahead = replace(lookahead_of(own, 4, 16, 417, 100), cached=416)
     for answered in range(41):
-        plan = ahead.kept(Holding(num_layers=4, block_size=16), 417 + answered)
+        plan = ahead.kept(KVFootprint(num_layers=4, block_size=16), 417 + answered)
         assert (plan and plan.window) == (min(answered + 1, 32) if answered else None)
     # at most so much may be cached that two are there at its prefill's end, for when the pool is
     # short; and where an answer goes on, or it would be judged by fewer than w when it is due
@@ -182,17 +183,17 @@ def test_a_window_of_what_is_protected_lies_behind_what_was_packed(rest, m, t, p
         packs_end=False,
         spans=spans,
     )
-    holding, computed, settled = Holding(num_layers=layers, block_size=size), 0, 0
+    footprint, computed, settled = KVFootprint(num_layers=layers, block_size=size), 0, 0
     while computed < prompt + answered:
         computed = pieces.next_end(computed)
-        if (plan := pieces.plan(holding, computed)) is not None:
+        if (plan := pieces.plan(footprint, computed)) is not None:
             assert plan.settled >= settled
             settled = plan.settled
-            holding.pack(plan, computed // size)
-    assert holding.settled == settled > 0
+            footprint.pack(plan, computed // size)
+    assert footprint.settled == settled > 0
     ahead = replace(lookahead_of(own, layers, size, prompt, 500), spans=spans)
     ahead = replace(ahead, prefilled=prompt + answered)
     for tokens in range(prompt + answered, ahead.due + 1):
-        if (plan := ahead.kept(holding, tokens)) is not None:
+        if (plan := ahead.kept(footprint, tokens)) is not None:
             assert plan.settled >= settled
             assert plan.guarded == 20

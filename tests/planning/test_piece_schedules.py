@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import pages_kept
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.memory import Sizes, _most_pages
 from vllm_kvcompress.planning.obstacles import why_no_room_for_probe
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.planning.schedules import LookAhead
-from vllm_kvcompress.planning.standing import standing_blocks
+from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import judging_ends, probe_tokens
+from vllm_kvcompress.settings.method_of import probe_tokens, scoring_query_counts
 
 prop = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -63,7 +63,7 @@ def test_what_is_held_stays_within_its_bound(case, edges):
     pieces = pieces_of(own, layers, size, tokens, spans)
     if pieces is None or pieces.protects_too_much:
         return
-    holding = Holding(num_layers=layers, block_size=size)
+    footprint = KVFootprint(num_layers=layers, block_size=size)
     first, most, computed, packed = pieces.first_end, pieces.most_blocks, 0, 0
     assert own.max_whole < tokens
     # what is held beyond the budget takes no more than a prompt that stands whole
@@ -75,16 +75,16 @@ def test_what_is_held_stays_within_its_bound(case, edges):
         start, computed = computed, pieces.next_end(computed)
         assert start < computed <= start + own.piece
         assert computed % own.piece == 0 or computed == tokens
-        probe = pieces.chunk(holding, start, tokens - start)[1]
-        assert packed + -(-(computed + probe) // size) - holding.first_block <= most
+        probe = pieces.chunk(footprint, start, tokens - start)[1]
+        assert packed + -(-(computed + probe) // size) - footprint.first_block <= most
         for inside in range(start + 1, computed):
-            assert pieces.plan(holding, inside) is None
-        plan = pieces.plan(holding, computed)
+            assert pieces.plan(footprint, inside) is None
+        plan = pieces.plan(footprint, computed)
         assert (plan is not None) == (computed >= first)
         assert probe == (0 if plan is None else plan.probe) <= min(probe_tokens(own), tokens)
         if plan is None:
             continue
-        held = holding.pages + layers * (computed // size - holding.first_block)
+        held = footprint.pages + layers * (computed // size - footprint.first_block)
         assert plan.guarded == count_before(spans, plan.settled) <= computed
         assert layers * plan.floor_pages <= plan.pages <= held
         assert plan.pages < held or computed == tokens
@@ -92,14 +92,14 @@ def test_what_is_held_stays_within_its_bound(case, edges):
         assert -(-held // layers) <= plan.full_blocks
         assert not packed or plan.blocks <= packed
         packed = plan.blocks
-        holding.pack(plan, computed // size)
-        assert holding.most_pages * layers >= holding.pages
+        footprint.pack(plan, computed // size)
+        assert footprint.most_pages * layers >= footprint.pages
     # at its end as a prompt that stands whole; but what is protected raises it to no more than is
     # held between pieces
     whole, alone = (own.page_plan(layers, tokens, size, each) for each in (spans, ()))
     assert alone is not None
     assert whole is not None or spans
-    assert whole is None or holding.pages == min(
+    assert whole is None or footprint.pages == min(
         whole.pages, held, max(pieces.held_pages, alone.pages)
     )
 
@@ -109,7 +109,7 @@ def test_what_is_held_stays_within_its_bound(case, edges):
 def test_the_pool_that_one_request_needs(case):
     """No shorter prompt takes more than the longest, or one that stands whole."""
     own, layers, size, longest = case
-    most = standing_blocks(own, layers, size, longest)
+    most = uncompressed_prompt_blocks(own, layers, size, longest)
     assert most <= -(-longest // size)
     for tokens in {1, own.max_whole, own.max_whole + 1, longest // 2, longest - 1, longest}:
         if not 0 < tokens <= longest:
@@ -177,7 +177,7 @@ def test_room_is_set_aside_for_what_is_protected(
             settings=own, num_layers=layers, block_size=size, prompt=tokens, last=longest + 2,
             prefilled=tokens, spans=spans,
         )  # fmt: skip
-        plan = ahead.kept(Holding(num_layers=layers, block_size=size), tokens + lookahead)
+        plan = ahead.kept(KVFootprint(num_layers=layers, block_size=size), tokens + lookahead)
         assert plan is None or plan.pages <= most
 
 
@@ -199,19 +199,19 @@ def test_no_step_goes_beyond_its_room_or_the_prompt(case, data):
         return
 
     def judged(rooms):
-        holding, computed, found = Holding(num_layers=layers, block_size=size), 0, []
+        footprint, computed, found = KVFootprint(num_layers=layers, block_size=size), 0, []
         while computed < tokens:
             room = min(next(rooms), tokens - computed)
-            chunk, probe = pieces.chunk(holding, computed, room)
+            chunk, probe = pieces.chunk(footprint, computed, room)
             assert 0 <= chunk + probe <= room
             # a step that comes to the prompt's end would sample
             assert probe == 0 or computed + chunk + probe < tokens
             computed += chunk
-            plan = pieces.plan(holding, computed) if chunk else None
+            plan = pieces.plan(footprint, computed) if chunk else None
             if plan is not None:
                 assert plan.probe == probe
                 found.append((computed, probe))
-                holding.pack(plan, computed // size)
+                footprint.pack(plan, computed // size)
         return found
 
     rows = probe_tokens(own)
@@ -224,12 +224,12 @@ def test_by_hand():
     given = {"budget": 0.1, "piece": 1024, "window": 32, "probe": 60, "probe_first": 40}
     own = config(max_whole=2000, **given)
     pieces = pieces_of(own, 30, 128, 6000)
-    holding, ends, kept = Holding(num_layers=30, block_size=128), [], []
+    footprint, ends, kept = KVFootprint(num_layers=30, block_size=128), [], []
     while not ends or ends[-1] < 6000:
         ends.append(pieces.next_end(ends[-1] if ends else 0))
-        plan = pieces.plan(holding, ends[-1])
+        plan = pieces.plan(footprint, ends[-1])
         kept.append(plan.pages)
-        holding.pack(plan, ends[-1] // 128)
+        footprint.pack(plan, ends[-1] // 128)
     assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
     # 2,000 tokens less a piece and a probe, in whole blocks; at the end 600 with the tail of 112
     assert kept == [30 * 6] * 5 + [30 * (600 - 112) // 128]
@@ -241,8 +241,10 @@ def test_by_hand():
     assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
     # fewer rows than a window has are a template's at most: the piece's own tokens judge then
     assert [pieces.probe(end) for end in (5967, 5968)] == [32, 0]
-    assert standing_blocks(own, 30, 128, 6000) == 16  # what stands whole, up to 2,000 tokens
-    assert standing_blocks(config(), 30, 128, 6000) == 47
+    assert (
+        uncompressed_prompt_blocks(own, 30, 128, 6000) == 16
+    )  # what stands whole, up to 2,000 tokens
+    assert uncompressed_prompt_blocks(config(), 30, 128, 6000) == 47
 
 
 def test_who_is_judged_by_its_own_pieces():
@@ -250,25 +252,25 @@ def test_who_is_judged_by_its_own_pieces():
     given = {"budget": 0.1, "max_whole": 2000, "piece": 1024, "probe": 60}
     for own in ({"merge": True}, {"merge": "values"}, {"compress": "h2o"}, {"probe": 0}):
         pieces = pieces_of(config(**(given | own)), 30, 128, 6000)
-        assert pieces.chunk(Holding(num_layers=30, block_size=128), 0, 4096) == (1024, 0)
+        assert pieces.chunk(KVFootprint(num_layers=30, block_size=128), 0, 4096) == (1024, 0)
 
 
 def test_a_server_that_compresses_nothing_by_itself_names_what_requests_may_ask_for():
     given = {"max_whole": 2000, "piece": 1024, "probe": 60}
-    assert judging_ends(config(compress="off", allow_override="all", **given)) == (0, 60)
-    assert judging_ends(config(compress="off", allow_override="h2o", **given)) == (0, 0)
-    assert judging_ends(config(compress="h2o", allow_override="all", **given)) == (0, 0)
-    assert judging_ends(config(compress="off")) == (0, 0)
-    assert judging_ends(config(**given, probe_first=40)) == (40, 60)
+    assert scoring_query_counts(config(compress="off", allow_override="all", **given)) == (0, 60)
+    assert scoring_query_counts(config(compress="off", allow_override="h2o", **given)) == (0, 0)
+    assert scoring_query_counts(config(compress="h2o", allow_override="all", **given)) == (0, 0)
+    assert scoring_query_counts(config(compress="off")) == (0, 0)
+    assert scoring_query_counts(config(**given, probe_first=40)) == (40, 60)
 
 
 def test_what_may_be_asked_for_counts_only_if_nobody_must_name_it():
     own = config(budget=64, max_whole=256, piece=64, window=8)
     free = config(budget=64, max_whole=256, piece=64, window=8, allow_override="tova,off")
     named = config(budget=64, max_whole=256, piece=64, window=8, alias={"more": "snapkv:512"})
-    assert standing_blocks(own, 2, 16, 4096) == 16
-    assert standing_blocks(free, 2, 16, 4096) == 16
-    assert standing_blocks(named, 2, 16, 4096) == (512 + 64 + probe_tokens(own)) // 16
+    assert uncompressed_prompt_blocks(own, 2, 16, 4096) == 16
+    assert uncompressed_prompt_blocks(free, 2, 16, 4096) == 16
+    assert uncompressed_prompt_blocks(named, 2, 16, 4096) == (512 + 64 + probe_tokens(own)) // 16
 
 
 @pytest.mark.parametrize(

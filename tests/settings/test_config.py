@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from settings_as_written import parse, refused
 from vllm_kvcompress.errors import ConfigError, KVCompressError
+from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.presets import METHODS, PRESETS
-from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.settings.config import MAX_WINDOW, CompressionConfig, parse_budget
 
 prop = settings(derandomize=True, deadline=None, max_examples=100)
@@ -121,7 +121,7 @@ def test_numpy_ratio():
 
 
 def test_prompt():
-    assert parse(budget=0.1).prompt(24, 6000) == Prompt(
+    assert parse(budget=0.1).prompt(24, 6000) == BudgetSpec(
         num_layers=24, tokens=6000, window=32, budget=600
     )
     assert parse(budget=0.1).prompt(24, 100).budget == 33

@@ -16,7 +16,7 @@ from vllm_kvcompress.commands.forecast import (
 from vllm_kvcompress.commands.model_shape import ModelShape
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan, mostly_protected
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.layer_groups import LayerGroups
 from vllm_kvcompress.planning.memory import (
     Sizes,
@@ -193,7 +193,9 @@ def _plan(
     whole = _left_whole(settings, load, plan) if pieces is None else None
     if whole is None and plan is not None and settings.resolved_lookahead:
         ahead = _lookahead(settings, sizes, load)
-        plan = ahead.kept(Holding(num_layers=sizes.layers, block_size=sizes.block_size), ahead.due)
+        plan = ahead.kept(
+            KVFootprint(num_layers=sizes.layers, block_size=sizes.block_size), ahead.due
+        )
     return (plan, None) if whole is None else (None, whole)
 
 
@@ -269,15 +271,15 @@ def _blocks(
         prefill = max(prefill, looking)
     ahead = packed_at - load.prompt
     if settings is not None and settings.enabled and settings.decode_budget is not None:
-        holding = Holding(num_layers=sizes.layers, block_size=block)
+        footprint = KVFootprint(num_layers=sizes.layers, block_size=block)
         if plan is not None:
-            holding.pack(plan, plan.full_blocks)
+            footprint.pack(plan, plan.full_blocks)
         last = load.prompt + load.output
         answer = EveryInterval(
             settings=settings, prefilled=load.prompt, last=last, spans=load.spans
         )
         packed = 0 if plan is None else plan.blocks
-        end = answer.most_blocks(holding, packed=packed, tokens=load.cached)
+        end = answer.most_blocks(footprint, packed=packed, tokens=load.cached)
     return Blocks(
         prefill=prefill + sizes.other_blocks(load.prompt, sizes.in_flight),
         looking=looking + sizes.other_blocks(load.prompt),

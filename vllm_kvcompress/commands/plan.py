@@ -29,7 +29,7 @@ from vllm_kvcompress.planning.obstacles import (
 )
 from vllm_kvcompress.planning.states import block_of
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import judging_ends
+from vllm_kvcompress.settings.method_of import scoring_query_counts
 from vllm_kvcompress.settings.protection import WORDS
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -81,7 +81,7 @@ class Answer:
             title += f" --kv-decode-budget {self.settings.decode_budget}"
         if self.settings.max_whole is not None:
             title += f" --kv-max-whole {self.settings.max_whole} --kv-piece {self.settings.piece}"
-            first, last = judging_ends(self.settings)
+            first, last = scoring_query_counts(self.settings)
             title += f" --kv-probe {last}"
             if first:
                 title += f" --kv-probe-first {first}"

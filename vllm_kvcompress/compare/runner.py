@@ -54,13 +54,13 @@ def ask_all(
         Unreachable: the server is gone. What was asked before has been handed out.
     """
     stop = threading.Event()
-    todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
+    pack_request: queue.SimpleQueue[Work] = queue.SimpleQueue()
     done: queue.SimpleQueue[Asked | Exception | None] = queue.SimpleQueue()
     for work in works:
-        todo.put(work)
+        pack_request.put(work)
     client = replace(client, stopping=stop.is_set)
     threads = [
-        threading.Thread(target=_work, args=(client, kl, todo, done.put, stop), daemon=True)
+        threading.Thread(target=_work, args=(client, kl, pack_request, done.put, stop), daemon=True)
         for _ in range(min(concurrency, len(works)))
     ]
     for thread in threads:
@@ -82,13 +82,13 @@ def ask_all(
 def _work(
     client: Client,
     kl: bool,
-    todo: queue.SimpleQueue[Work],
+    pack_request: queue.SimpleQueue[Work],
     tell: Callable[[Any], None],
     stop: threading.Event,
 ) -> None:
     try:
         while not stop.is_set():
-            _one(client, kl, todo.get_nowait(), tell)
+            _one(client, kl, pack_request.get_nowait(), tell)
     except (queue.Empty, Interrupted):
         pass
     except Exception as e:

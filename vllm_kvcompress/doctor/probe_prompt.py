@@ -7,7 +7,7 @@ from typing import Any
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.planning.schedules import EveryInterval, LookAhead
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -65,8 +65,8 @@ class Limits:
         )
         return lookahead.kept(self._nothing_packed(), lookahead.due)
 
-    def _nothing_packed(self) -> Holding:
-        return Holding(num_layers=self.layers, block_size=self.block_size)
+    def _nothing_packed(self) -> KVFootprint:
+        return KVFootprint(num_layers=self.layers, block_size=self.block_size)
 
     def shortest(self, at_least: int = 0) -> int:
         """The length of a prompt that is compressed and gives back blocks, with half a block over.
@@ -97,20 +97,20 @@ class Limits:
     def blocks_held(self, plan: PagePlan, computed: int) -> int:
         """Blocks that a compressed request holds once `computed` of its tokens are."""
         if computed < plan.tokens:
-            holding = self._in_pieces(plan.tokens - self.settings.resolved_lookahead, computed)
+            footprint = self._in_pieces(plan.tokens - self.settings.resolved_lookahead, computed)
         else:
-            holding, _ = self._after(plan, computed)
-        ordinary = -(-computed // self.block_size) - holding.first_block
-        return -(-holding.pages // self.layers) + ordinary
+            footprint, _ = self._after(plan, computed)
+        ordinary = -(-computed // self.block_size) - footprint.first_block
+        return -(-footprint.pages // self.layers) + ordinary
 
-    def _in_pieces(self, prompt: int, computed: int) -> Holding:
+    def _in_pieces(self, prompt: int, computed: int) -> KVFootprint:
         """What is held of `computed` tokens before a prompt's end is packed.
 
         A look-ahead leaves that end whole, and not the pieces before it.
         """
-        holding, settings = self._nothing_packed(), self.settings
+        footprint, settings = self._nothing_packed(), self.settings
         if settings.max_whole is None or prompt <= settings.max_whole:
-            return holding
+            return footprint
         pieces = EveryPiece(
             settings=settings,
             num_layers=self.layers,
@@ -120,29 +120,29 @@ class Limits:
             spans=self.spans,
         )
         for tokens in range(settings.piece, min(computed, prompt) + 1, settings.piece):
-            plan = pieces.plan(holding, tokens)
+            plan = pieces.plan(footprint, tokens)
             if plan is not None:
-                holding.pack(plan, tokens // self.block_size)
-        return holding
+                footprint.pack(plan, tokens // self.block_size)
+        return footprint
 
     def times_repacked(self, plan: PagePlan) -> int:
         """How often the answer is packed again."""
         return self._after(plan, plan.tokens + self.answer)[1]
 
-    def _after(self, plan: PagePlan, computed: int) -> tuple[Holding, int]:
+    def _after(self, plan: PagePlan, computed: int) -> tuple[KVFootprint, int]:
         """What is held once `computed` tokens are, and how often the answer was packed by then."""
-        holding, times = self._nothing_packed(), 0
-        holding.pack(plan, plan.full_blocks)
+        footprint, times = self._nothing_packed(), 0
+        footprint.pack(plan, plan.full_blocks)
         if self.settings.decode_budget is None:
-            return holding, 0
+            return footprint, 0
         prompt = plan.tokens - self.settings.resolved_lookahead
         last = prompt + self.answer
         answer = EveryInterval(
             settings=self.settings, prefilled=prompt, last=last, spans=self.spans
         )
         for blocks in range(plan.full_blocks + 1, computed // self.block_size + 1):
-            again = answer.plan(holding, blocks * self.block_size)
+            again = answer.plan(footprint, blocks * self.block_size)
             if again is not None:
-                holding.pack(again, blocks, freeze=True)
+                footprint.pack(again, blocks, freeze=True)
                 times += 1
-        return holding, times
+        return footprint, times

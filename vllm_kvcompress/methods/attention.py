@@ -4,10 +4,10 @@ import torch
 from torch.nn.functional import pad
 
 from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
-from vllm_kvcompress.methods.rows import Rows
+from vllm_kvcompress.methods.paged_layers import PagedLayers
 
 
-def apart(rows: Rows, query: torch.Tensor, latest: int) -> WindowScores:
+def apart(rows: PagedLayers, query: torch.Tensor, latest: int) -> WindowScores:
     """What the `latest` queries think of the tokens before them, and the others' maximum.
 
     The others see what stood there when they were computed, which the latest ones follow.
@@ -44,7 +44,7 @@ def cut(part: torch.Tensor | None, past: int) -> torch.Tensor | None:
     return None if part is None else part[:, :past]
 
 
-def past_of(part: torch.Tensor, rows: Rows, window: int) -> torch.Tensor:
+def past_of(part: torch.Tensor, rows: PagedLayers, window: int) -> torch.Tensor:
     """``[N, Hq, most - w]``: what stands in the window's own columns is 0, as behind a past."""
     assert rows.lengths is not None
     column = torch.arange(rows.most - window, device=part.device)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.methods.prompt import Columns, LayerStats, Prompt
+from vllm_kvcompress.methods.budget_spec import AttentionStats, BudgetSpec, LayerStats
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Allocator(Protocol):
         """Why all tokens of a prompt must be there, for a refusal; empty where they need not."""
         ...
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None) -> torch.Tensor:
         """Past tokens to keep in each layer: ``[N]`` int64 in [0, P] with sum `prompt.past_total`.
 
         On the device of the statistics, which nothing waits for; on the CPU if it reads none.
@@ -108,11 +108,11 @@ class Scorer(Protocol):
     def needs_whole_prompt(self) -> str:
         """Why all tokens of a prompt must be there, for a refusal; empty where they need not.
 
-        Where it is empty, several layers come at once and differ in length (`Columns`).
+        Where it is empty, several layers come at once and differ in length (`AttentionStats`).
         """
         ...
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32; higher is kept."""
         ...
 

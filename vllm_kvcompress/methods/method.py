@@ -15,20 +15,20 @@ from kvcompress_kernels.window_scores import WindowScores, window_scores_of_rows
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.methods.attention import apart, cut, past_of, window_last
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector
+from vllm_kvcompress.methods.budget_spec import AttentionStats, LayerStats, PagedKeys, PagedValues
 from vllm_kvcompress.methods.budgets import apportion, round_to_pages
 from vllm_kvcompress.methods.kept_slots import kept_slots, most_pages, with_tail
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.paged_layers import PagedLayers
 from vllm_kvcompress.methods.presets import Merge
-from vllm_kvcompress.methods.prompt import Columns, LayerStats, PagedKeys, PagedValues
 from vllm_kvcompress.methods.protected import Guarded
-from vllm_kvcompress.methods.rows import Rows
 from vllm_kvcompress.methods.scorers.accumulated import column_means
 
 _UNDECLARED = "its scorer does not declare that it can judge what is left of a prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class LayerObservation:
     """What the attention of one row leaves behind until all rows were seen; on the device.
 
     Args:
@@ -89,21 +89,22 @@ class Method:
 
     def attention(
         self,
-        rows: Rows,
+        rows: PagedLayers,
         query: torch.Tensor,
         allocator_window: int | None = None,
         *,
-        by_answer: bool = False,
+        scored_by_output: bool = False,
     ) -> WindowScores:
         """What the last queries of some rows think of the tokens before them.
 
         Args:
             query: ``[N, w, Hq, D]``, the last w of each row in the order of positions.
-            allocator_window, by_answer: as in `PagePlan`. Entropy and shift are of so many of them,
-                and where the answer judges all but the maximum, for a scorer that reads them apart.
+            allocator_window, scored_by_output: as in `PagePlan`. Entropy and shift use the last
+                `allocator_window` queries. A scorer with `Reads.APART` takes only the maximum from
+                the prompt's queries when output tokens score the prompt.
         """
         places = rows.key_pages, rows.pages, rows.most, rows.scale
-        if by_answer and allocator_window is not None and Reads.APART in self.scorer.reads:
+        if scored_by_output and allocator_window is not None and Reads.APART in self.scorer.reads:
             return apart(rows, query, allocator_window)
         if Reads.VARIANCE not in self.allocator.reads:
             allocator_window = None
@@ -127,13 +128,13 @@ class Method:
 
     def observe(
         self,
-        rows: Rows,
+        rows: PagedLayers,
         window: int,
         attention: WindowScores | None,
         sums: torch.Tensor | None,
         *,
         scored: bool = True,
-    ) -> list[Observed]:
+    ) -> list[LayerObservation]:
         """Score some rows, whose keys and values are all in their pages.
 
         Args:
@@ -163,7 +164,7 @@ class Method:
         elif scored:
             scores = self._score_together(rows, window, attention, sums)
         return [
-            Observed(
+            LayerObservation(
                 scores=own,
                 entropy=None if entropy is None else entropy[row],
                 shift=None if shift is None else shift[row],
@@ -174,7 +175,7 @@ class Method:
 
     def _score_one(
         self,
-        rows: Rows,
+        rows: PagedLayers,
         row: int,
         window: int,
         attention: WindowScores | None,
@@ -193,7 +194,7 @@ class Method:
             )
         own, past = None if attention is None else attention.row(row), rows.most - window
         return self._score(
-            Columns(
+            AttentionStats(
                 num_kv_heads=rows.key_pages.shape[1],
                 past=past,
                 device=rows.key_pages.device,
@@ -212,7 +213,7 @@ class Method:
 
     def _score_together(
         self,
-        rows: Rows,
+        rows: PagedLayers,
         window: int,
         attention: WindowScores | None,
         sums: torch.Tensor | None,
@@ -232,7 +233,7 @@ class Method:
         if Reads.VALUES in self.scorer.reads:
             values = PagedValues(value_pages=rows.value_pages, pages=rows.pages, tokens=rows.most)
         scores = self._score(
-            Columns(
+            AttentionStats(
                 num_kv_heads=count * heads,
                 layers=count,
                 lengths=rows.lengths,
@@ -250,7 +251,7 @@ class Method:
         )
         return scores.reshape(count, heads, -1)
 
-    def _score(self, columns: Columns) -> torch.Tensor:
+    def _score(self, columns: AttentionStats) -> torch.Tensor:
         """The scorer's scores, held to its promise: a wider row would be read as if it fitted."""
         scores = self.scorer.score(columns)
         promised = (columns.num_kv_heads, columns.past)
@@ -263,12 +264,12 @@ class Method:
         return scores
 
     def layer_pages(
-        self, plan: PagePlan, layers: Sequence[Observed], caps: torch.Tensor | None = None
+        self, plan: PagePlan, layers: Sequence[LayerObservation], caps: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[L]`` int64: pages that each layer keeps (`layer_pages`)."""
         return layer_pages(self.allocator, plan, self._stats(layers, plan), caps)
 
-    def _stats(self, layers: Sequence[Observed], plan: PagePlan) -> LayerStats | None:
+    def _stats(self, layers: Sequence[LayerObservation], plan: PagePlan) -> LayerStats | None:
         if Reads.SCORES in self.allocator.reads:
             scores = torch.stack(_present(layer.scores for layer in layers))
             guarded = Guarded.of(plan.spans, plan.tokens - plan.window, scores.device)
@@ -286,7 +287,7 @@ class Method:
         )
 
     def select(
-        self, layers: Sequence[Observed], plan: PagePlan, pages: torch.Tensor
+        self, layers: Sequence[LayerObservation], plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
         """Positions that the layers of a whole prompt keep, its tail's among them.
 
@@ -309,7 +310,7 @@ class Method:
         return with_tail(kept, plan.tokens, counts * plan.block_size, plan.tail)
 
     def protected_scores(
-        self, layers: Sequence[Observed], plan: PagePlan, pages: torch.Tensor
+        self, layers: Sequence[LayerObservation], plan: PagePlan, pages: torch.Tensor
     ) -> torch.Tensor:
         """``[L, Hkv, S]`` float32 scores that were selected by, +inf where there was no choice."""
         scores, after = self.scores(layers), plan.after
@@ -326,7 +327,7 @@ class Method:
             best[..., guarded.others(past)[0, 0]] = free
         return pad(best, (0, after), value=torch.inf)
 
-    def scores(self, rows: Sequence[Observed]) -> torch.Tensor:
+    def scores(self, rows: Sequence[LayerObservation]) -> torch.Tensor:
         """``[N, Hkv, W]`` float32 scores that each row is selected by, W a multiple of 16.
 
         What lies behind the past tokens is not initialised.
@@ -372,7 +373,7 @@ def layer_pages(
     prompt = plan.prompt
     past = allocator.allocate(prompt, stats)
     if caps is not None:
-        room = (caps * plan.block_size + plan.tail - prompt.standing).clamp(min=0)
+        room = (caps * plan.block_size + plan.tail - prompt.always_kept).clamp(min=0)
         past = to_device(past, torch.int64, caps.device)
         past = apportion(past, past.sum(), room)
-    return round_to_pages(past + prompt.standing, plan, caps)
+    return round_to_pages(past + prompt.always_kept, plan, caps)

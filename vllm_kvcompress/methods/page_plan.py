@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_kvcompress.methods.prompt import Prompt
+from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.spans import Spans, count_before
 
 
@@ -20,10 +20,10 @@ class PagePlan:
         window: observation window w.
         budget: mean tokens per layer B, window included.
         pages: pages kept over all layers, P.
-        total: as in `Prompt`.
+        total: as in `BudgetSpec`.
         allocator_window: last queries whose attention tells how much each layer keeps, where these
             are not all that choose its tokens; None where they are.
-        by_answer: the answer's first tokens judge it, since its look-ahead is over.
+        scored_by_output: the answer's first tokens judge it, since its look-ahead is over.
         probe: of a piece, the last of its `tokens`, which judge it and are then dropped: rows of
             the prompt's first and last tokens. They are all of its window; 0 where its own tokens
             judge it.
@@ -41,23 +41,23 @@ class PagePlan:
     pages: int
     total: int | None = None
     allocator_window: int | None = None
-    by_answer: bool = False
+    scored_by_output: bool = False
     probe: int = 0
     spans: Spans = ()
     computed: int | None = None
     raised: bool = False
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> BudgetSpec:
         protected = self._protected_before(self.window)
         # what stands in the tail stays, whatever the budget
-        standing = self.window + protected
-        return Prompt(
+        always_kept = self.window + protected
+        return BudgetSpec(
             num_layers=self.num_layers,
             tokens=self.tokens,
             window=self.window,
-            budget=max(self.budget, standing),
-            total=None if self.total is None else max(self.total, self.num_layers * standing),
+            budget=max(self.budget, always_kept),
+            total=None if self.total is None else max(self.total, self.num_layers * always_kept),
             protected=protected,
         )
 
@@ -112,7 +112,7 @@ def _floor_pages(window: int, tail: int, block_size: int, guarded: int = 0) -> i
     return -(-(max(least - tail, 0) + guarded) // block_size)
 
 
-def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
+def pages_kept(prompt: BudgetSpec, tail: int, block_size: int) -> int:
     """Pages over all layers that a budget pays for, P, where `tail` tokens lie behind them."""
     layers = prompt.num_layers
     kept = prompt.kept if block_size == 1 else layers * prompt.budget
@@ -121,7 +121,7 @@ def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
 
 
 def page_plan(
-    prompt: Prompt,
+    prompt: BudgetSpec,
     block_size: int,
     spans: Spans = (),
     *,

@@ -76,7 +76,7 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """Columns of a block table of the longest sequence."""
+        """AttentionStats of a block table of the longest sequence."""
         return _aligned(-(-self.longest // self.block_size))
 
     def other_blocks(self, tokens: int, in_flight: int = 1) -> int:
@@ -125,7 +125,7 @@ def additions_at_once(most: int, longest: int) -> int:
 
 
 def table_columns(sizes: Sizes, settings: CompressionConfig, blocks: int | None) -> int:
-    """Columns of every layer's table: the blocks of the longest sequence, or fewer.
+    """AttentionStats of every layer's table: the blocks of the longest sequence, or fewer.
 
     With `max_whole` a sequence may be longer than the pool, of which no request holds more than
     all `blocks`. A layer sees its own packed pages there, in place of the blocks that hold those
@@ -183,7 +183,8 @@ def extra_bytes(sizes: Sizes, settings: CompressionConfig, blocks: int | None = 
     scores = layers * sizes.kv_heads * longest * (2 * _FLOAT + _INT)
     variants = settings.variants
     every_read = [
-        method_of(variant).reads | method_of(variant, by_answer=True).reads for variant in variants
+        method_of(variant).reads | method_of(variant, scored_by_output=True).reads
+        for variant in variants
     ]
     maximum = any(Reads.MAXIMUM in reads for reads in every_read)
     # what reaches into the window is cut off in two further maps

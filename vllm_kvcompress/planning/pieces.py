@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, pages_kept, with_room_for_protected
 from vllm_kvcompress.methods.presets import least_window
-from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.methods.spans import Spans, count_before
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import allocator_rows, method_of, probe_tokens
 
@@ -74,7 +74,7 @@ class EveryPiece:
     def _least_window(self) -> int:
         return least_window(method_of(self.settings).reads)
 
-    def chunk(self, holding: Holding, computed: int, room: int) -> tuple[int, int]:
+    def chunk(self, footprint: KVFootprint, computed: int, room: int) -> tuple[int, int]:
         """Tokens of the chunk that starts behind `computed`, and rows of the probe behind them.
 
         Where a step has no room for the probe too, it ends before the boundary. So what judges does
@@ -84,12 +84,12 @@ class EveryPiece:
             room: rows that the step has.
         """
         end = self.next_end(computed)
-        probe = 0 if self.plan(holding, end) is None else self.probe(end)
+        probe = 0 if self.plan(footprint, end) is None else self.probe(end)
         if room >= end - computed + probe:
             return end - computed, probe
         return min(room, end - computed - int(probe > 0)), 0
 
-    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+    def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
 
         It must end at a boundary and leave more than may be held; the prompt's end, where it is
@@ -102,14 +102,14 @@ class EveryPiece:
         tail = rest if ends else 0
         prompt, probe = self._budget if ends else self._inside, self.probe(tokens)
         pages = pages_kept(prompt, tail, self.block_size) if ends else self.held_pages
-        if holding.pages_at(blocks) <= pages and not ends:
+        if footprint.pages_at(blocks) <= pages and not ends:
             return None
         total = prompt.total
         if probe and total is not None:
             total += self.num_layers * probe
         plan = PagePlan(
             num_layers=self.num_layers,
-            tokens=holding.most_tokens(blocks * self.block_size) + tail + probe,
+            tokens=footprint.most_tokens(blocks * self.block_size) + tail + probe,
             block_size=self.block_size,
             window=probe or prompt.window,
             budget=prompt.budget + probe,
@@ -123,7 +123,7 @@ class EveryPiece:
         if not ends:
             return plan
         # no more than between its pieces, which room is set aside for
-        most = min(holding.pages_at(blocks), self.held_pages)
+        most = min(footprint.pages_at(blocks), self.held_pages)
         return with_room_for_protected(plan, most, full_share=self.settings.full_share)
 
     @property
@@ -133,10 +133,10 @@ class EveryPiece:
         if first == self.tokens:
             return -(-first // size)
         kept, behind = -(-self.held_pages // self.num_layers), self.tokens - first
-        standing = first // size - (-self.probe(first) // size)
+        always_kept = first // size - (-self.probe(first) // size)
         if behind <= piece:
-            return max(standing, kept - (-behind // size))
-        return max(standing, kept + piece // size - (-self.probe(first + piece) // size))
+            return max(always_kept, kept - (-behind // size))
+        return max(always_kept, kept + piece // size - (-self.probe(first + piece) // size))
 
     @property
     def ending(self) -> int:
@@ -174,23 +174,23 @@ class EveryPiece:
         return self.settings.piece + probe * self.block_size
 
     @property
-    def _budget(self) -> Prompt:
+    def _budget(self) -> BudgetSpec:
         """What it may keep once it has ended."""
         return self.settings.prompt(self.num_layers, self.tokens)
 
     @property
-    def _inside(self) -> Prompt:
+    def _inside(self) -> BudgetSpec:
         """What it may hold at a boundary inside: at least its budget."""
         return self._protecting(self._unprotected)
 
     @property
-    def _unprotected(self) -> Prompt:
+    def _unprotected(self) -> BudgetSpec:
         budget, settings, size = self._budget, self.settings, self.block_size
         assert settings.max_whole is not None
         held = (settings.max_whole - self._beside) // size * size
         return replace(budget, budget=held, total=None) if held > budget.budget else budget
 
-    def _protecting(self, prompt: Prompt) -> Prompt:
+    def _protecting(self, prompt: BudgetSpec) -> BudgetSpec:
         """What may be held, raised to what is protected, the window and a page more."""
         protected, size = count_before(self.spans, self.tokens), self.block_size
         least = (-(-(prompt.window + protected) // size) + 1) * size

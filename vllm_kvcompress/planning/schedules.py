@@ -16,7 +16,7 @@ from vllm_kvcompress.methods.page_plan import (
 )
 from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.spans import Spans, count_before
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import lookahead_window, method_of
@@ -34,7 +34,7 @@ class AtEnd:
     settings: CompressionConfig
     whole: PagePlan
 
-    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+    def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
         return self.whole if tokens >= self.whole.tokens else None
 
@@ -117,16 +117,16 @@ class LookAhead:
             window -= max(self.due - tokens, 0)
         return min(window, tokens - self.cached)
 
-    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+    def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
 
         The step's own token is the next after `tokens`: another step must read what is packed.
         """
         if tokens < self.due or tokens + 1 >= self.last:
             return None
-        return self.kept(holding, tokens)
+        return self.kept(footprint, tokens)
 
-    def kept(self, holding: Holding, tokens: int, *, least: int = 0) -> PagePlan | None:
+    def kept(self, footprint: KVFootprint, tokens: int, *, least: int = 0) -> PagePlan | None:
         """What is kept if it is packed once `tokens` are computed, at any time after the prefill.
 
         None if that is everything, or if the method cannot judge by so few queries (`window`).
@@ -137,7 +137,7 @@ class LookAhead:
         window = self.window(tokens)
         if self.spans:
             # what was packed before and is protected must lie before it
-            window = min(window, tokens - holding.settled)
+            window = min(window, tokens - footprint.settled)
         if window < least_window(method_of(self.settings).reads):
             return None
         layers, size, answered = self.num_layers, self.block_size, self.answered(tokens)
@@ -151,7 +151,7 @@ class LookAhead:
             budget=max(own.budget, least) + answered,
             total=None if total is None else total + layers * answered,
         )
-        if not holding.pages:
+        if not footprint.pages:
             plan = page_plan(
                 prompt, size, self.spans, full_share=full_share, own_budget=own.budget + answered
             )
@@ -159,34 +159,36 @@ class LookAhead:
             blocks, tail = divmod(tokens, size)
             plan = PagePlan(
                 num_layers=layers,
-                tokens=holding.most_tokens(blocks * size) + tail,
+                tokens=footprint.most_tokens(blocks * size) + tail,
                 block_size=size,
                 window=prompt.window,
                 budget=prompt.budget,
-                pages=min(pages_kept(prompt, tail, size), holding.pages_at(blocks)),
+                pages=min(pages_kept(prompt, tail, size), footprint.pages_at(blocks)),
                 total=prompt.total,
                 spans=self.spans,
                 computed=tokens,
             )
             plan = with_room_for_protected(
                 plan,
-                holding.pages_at(blocks),
+                footprint.pages_at(blocks),
                 full_share=full_share,
                 own_budget=own.budget + answered,
             )
         if plan is None:
             return None
-        by_answer = answered > 0 and tokens >= self.due
+        scored_by_output = answered > 0 and tokens >= self.due
         # The prompt's last queries, mostly the template's, spoil how much each layer is given.
-        alone = by_answer and answered < window
-        return replace(plan, by_answer=by_answer, allocator_window=answered if alone else None)
+        alone = scored_by_output and answered < window
+        return replace(
+            plan, scored_by_output=scored_by_output, allocator_window=answered if alone else None
+        )
 
-    def half(self, holding: Holding, tokens: int) -> PagePlan | None:
+    def half(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """What is kept of a prompt that is packed early, and again later: half of it.
 
         None where it may keep as much anyway, or was packed before.
         """
-        return None if holding.pages else self.kept(holding, tokens, least=self.prompt // 2)
+        return None if footprint.pages else self.kept(footprint, tokens, least=self.prompt // 2)
 
     def held_blocks(self, ending: int) -> int:
         """Blocks that the prompt and its answer hold when they are packed, in their own blocks.
@@ -216,37 +218,37 @@ class EveryInterval:
     added_up: int | None = None
     spans: Spans = ()
 
-    def cap(self, holding: Holding) -> int:
+    def cap(self, footprint: KVFootprint) -> int:
         """Pages that are held over all layers once the answer was packed again, P."""
-        budget, size = self.settings.decode_budget, holding.block_size
+        budget, size = self.settings.decode_budget, footprint.block_size
         assert budget is not None
-        layers, protected = holding.num_layers, count_before(self.spans, self.prefilled)
+        layers, protected = footprint.num_layers, count_before(self.spans, self.prefilled)
         # every layer needs the pages of its window and of what is protected, or one
         floor = max(-(-(self.settings.resolved_decode_window + protected) // size), 1)
         own = layers * budget // size
         more = int(protected > 0 and own < layers * floor)
-        return max(holding.pages, own, layers * (floor + more))
+        return max(footprint.pages, own, layers * (floor + more))
 
-    def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
+    def plan(self, footprint: KVFootprint, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not.
 
         It must fill a block, be `decode_interval` tokens after the last time and a window after
         the prefill, leave something to read it, and hold more than it may.
         """
-        size, settings, layers = holding.block_size, self.settings, holding.num_layers
+        size, settings, layers = footprint.block_size, self.settings, footprint.num_layers
         blocks, rest = divmod(tokens, size)
         window = settings.resolved_decode_window
-        if rest or (blocks - holding.first_block) * size < settings.decode_interval:
+        if rest or (blocks - footprint.first_block) * size < settings.decode_interval:
             return None
         # The step's own token is the next after `tokens`: another step must read what is packed.
         if tokens - self.prefilled < window or tokens + 1 >= self.last:
             return None
-        cap = self.cap(holding)
-        if holding.pages_at(blocks) <= cap:
+        cap = self.cap(footprint)
+        if footprint.pages_at(blocks) <= cap:
             return None
         return PagePlan(
             num_layers=layers,
-            tokens=holding.most_tokens(tokens),
+            tokens=footprint.most_tokens(tokens),
             block_size=size,
             window=window,
             budget=max(cap * size // layers, window + 1),
@@ -256,15 +258,15 @@ class EveryInterval:
             computed=tokens,
         )
 
-    def may_pack(self, holding: Holding) -> bool:
+    def may_pack(self, footprint: KVFootprint) -> bool:
         """Whether its longest answer holds more than it may, at a step that another one follows."""
-        size, settings = holding.block_size, self.settings
+        size, settings = footprint.block_size, self.settings
         end = (self.last - 2) // size
-        if (end - holding.first_block) * size < settings.decode_interval:
+        if (end - footprint.first_block) * size < settings.decode_interval:
             return False
         if end * size - self.prefilled < max(settings.resolved_decode_window, 1):
             return False
-        return holding.pages_at(end) > self.cap(holding)
+        return footprint.pages_at(end) > self.cap(footprint)
 
     def add_up(self, tokens: int, block_size: int, *, packs: bool) -> int:
         """Queries whose attention is added up after a step that ends with `tokens` computed.
@@ -284,22 +286,22 @@ class EveryInterval:
             return latest
         return 0
 
-    def most_blocks(self, holding: Holding, *, packed: int, tokens: int) -> int:
+    def most_blocks(self, footprint: KVFootprint, *, packed: int, tokens: int) -> int:
         """Blocks that the request holds at most until `tokens` of it are in the cache.
 
         Args:
             holding: of the request when its prefill has ended; it stays as it is.
             packed: blocks that its prompt was packed into, 0 without.
         """
-        size, most, holding = holding.block_size, 0, replace(holding)
+        size, most, footprint = footprint.block_size, 0, replace(footprint)
         for blocks in range(self.prefilled // size, tokens // size + 1):
-            most = max(most, packed + blocks - holding.first_block)
+            most = max(most, packed + blocks - footprint.first_block)
             later = blocks * size > self.prefilled
-            plan = self.plan(holding, blocks * size) if later else None
+            plan = self.plan(footprint, blocks * size) if later else None
             if plan is not None:
                 packed = plan.blocks
-                holding.pack(plan, blocks, freeze=True)
-        return max(most, packed + -(-tokens // size) - holding.first_block)
+                footprint.pack(plan, blocks, freeze=True)
+        return max(most, packed + -(-tokens // size) - footprint.first_block)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -313,7 +315,7 @@ class RequestSchedule:
         prefilled: whether the prefill has ended.
     """
 
-    holding: Holding
+    footprint: KVFootprint
     prefill: AtEnd | EveryPiece | None
     lookahead: LookAhead | None = None
     answer: EveryInterval | None = None
@@ -322,4 +324,4 @@ class RequestSchedule:
     def plan(self, tokens: int) -> PagePlan | None:
         """How a step that ends with `tokens` computed is followed by packing; None if it is not."""
         schedule = (self.lookahead or self.answer) if self.prefilled else self.prefill
-        return None if schedule is None else schedule.plan(self.holding, tokens)
+        return None if schedule is None else schedule.plan(self.footprint, tokens)

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators import ALLOCATORS
 from vllm_kvcompress.methods.base import Allocator, Reads, Scorer, Selector, build, choose, closest
+from vllm_kvcompress.methods.budget_spec import BudgetSpec
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
 from vllm_kvcompress.methods.presets import (
     CAOTES,
@@ -26,13 +27,12 @@ from vllm_kvcompress.methods.presets import (
     refuse_window,
     usual_window,
 )
-from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.selectors import SELECTORS
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.settings.decode import USUAL_WINDOW, DecodeSettings
-from vllm_kvcompress.settings.lookahead import LookaheadSettings, judges_by_window
+from vllm_kvcompress.settings.lookahead import LookaheadSettings, scores_by_window
 from vllm_kvcompress.settings.parsing import (
     Alias,
     Bounds,
@@ -287,7 +287,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         values = {key: getattr(self, key) for key in self.model_fields_set & keys}
         values["compress"] = name
         other = name != self.compress and name in PRESETS
-        if "lookahead" in values and other and not judges_by_window(_reads_of(name)):
+        if "lookahead" in values and other and not scores_by_window(_reads_of(name)):
             del values["lookahead"]
         if budget is not None or "budget" not in values:
             values["budget"] = self.budget if budget is None else budget
@@ -379,12 +379,12 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         own = self.prompt(num_layers, tokens)
         return page_plan(own, block_size, spans, full_share=self.full_share)
 
-    def prompt(self, num_layers: int, tokens: int) -> Prompt:
+    def prompt(self, num_layers: int, tokens: int) -> BudgetSpec:
         total = None
         if not isinstance(self.budget, int) and ALLOCATORS[self.parts.allocator].exact_ratio:
             share = round(Fraction(repr(self.budget)) * tokens * num_layers)
             total = max(share, num_layers * (self.resolved_window + 1))
-        return Prompt(
+        return BudgetSpec(
             num_layers=num_layers,
             tokens=tokens,
             window=self.resolved_window,

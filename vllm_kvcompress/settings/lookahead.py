@@ -60,7 +60,7 @@ class LookaheadSettings(BaseModel):
             )
         if not self.lookahead:
             return
-        if not judges_by_window(reads):
+        if not scores_by_window(reads):
             raise ConfigError(
                 f"lookahead={self.lookahead} needs a method that judges a prompt by its latest"
                 f" queries, and {compress!r} does not; set lookahead to 0, or choose another method"
@@ -72,7 +72,7 @@ class LookaheadSettings(BaseModel):
             )
 
 
-def judges_by_window(reads: Reads) -> bool:
+def scores_by_window(reads: Reads) -> bool:
     """Whether a method that reads so much judges tokens by the latest queries alone.
 
     One that adds up the attention of all rows has hundreds of them beside an answer's first ones.

@@ -8,18 +8,18 @@ from vllm_kvcompress.methods.presets import least_window
 from vllm_kvcompress.methods.scorers import SCORERS
 from vllm_kvcompress.methods.selectors import TopK
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.lookahead import judges_by_window
+from vllm_kvcompress.settings.lookahead import scores_by_window
 
 
 @lru_cache(maxsize=128)
-def method_of(settings: CompressionConfig, *, by_answer: bool = False) -> Method:
+def method_of(settings: CompressionConfig, *, scored_by_output: bool = False) -> Method:
     """The method that some settings stand for; built once.
 
     Args:
-        by_answer: the one that packs a prompt once its look-ahead is over; some presets have
+        scored_by_output: the one that packs a prompt once its look-ahead is over; some presets have
             another scorer then (`Preset.answer_scorer`).
     """
-    other = settings.parts.answer_scorer if by_answer else ""
+    other = settings.parts.answer_scorer if scored_by_output else ""
     return Method(
         allocator=settings.build_allocator(),
         scorer=SCORERS[other]() if other else settings.build_scorer(),
@@ -49,12 +49,12 @@ def probe_tokens(settings: CompressionConfig) -> int:
     What merges tokens would fold them into a probe's, which are dropped.
     """
     method = method_of(settings)
-    if settings.max_whole is None or method.merge or not judges_by_window(method.reads):
+    if settings.max_whole is None or method.merge or not scores_by_window(method.reads):
         return 0
     return settings.probe_first + settings.probe
 
 
-def judging_ends(settings: CompressionConfig) -> tuple[int, int]:
+def scoring_query_counts(settings: CompressionConfig) -> tuple[int, int]:
     """The prompt's first and last tokens that judge a piece, as a server tells of itself.
 
     They are its own method's, or the most that requests may ask for where that is off; 0 and 0

@@ -101,7 +101,7 @@ def _tiles(
     rows = min(max(LOGITS // (8 * heads * half), 8), ROWS, count)
     for start in range(0, tokens, span):
         at = start + torch.arange(2 * half, device=query.device).view(half, 2).T  # [2, half]
-        # Columns past the prompt are in every row's future, so any token may stand for them.
+        # AttentionStats past the prompt are in every row's future, so any token may stand for them.
         token = at.clamp_max(tokens - 1)
         k = key_pages[pages[token // block], :, :, token % block].permute(0, 2, 3, 1)
         k = k.float().contiguous().mul_(scale).view(2 * kv_heads, dim, half)

@@ -66,7 +66,7 @@ def _plain(scores: torch.Tensor) -> torch.Tensor:
 def _positions(kept: torch.Tensor, most: int) -> torch.Tensor:
     """``[R, W]`` bool with at most `most` set in each row to ``[R, most]`` int32."""
     out = torch.full((len(kept), most + 1), -1, dtype=torch.int32, device=kept.device)
-    # Columns that are not kept all write to one further slot, which is cut off at the end.
+    # AttentionStats that are not kept all write to one further slot, which is cut off at the end.
     slot = (kept.cumsum(1) - 1).where(kept, most)
     column = torch.arange(kept.shape[1], dtype=torch.int32, device=kept.device)
     return out.scatter_(1, slot, column.expand_as(kept))[:, :most].contiguous()

@@ -29,7 +29,7 @@ TOKENS = 1024
 
 class Shape(NamedTuple):
     tile: int
-    """Columns, or chunks, at a time; at most 2**14: two counts of a tile share an int32."""
+    """AttentionStats, or chunks, at a time; at most 2**14: two counts of a tile share an int32."""
     warps: int
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from kvcompress_kernels.window_scores.result import WindowScores
 
 TILE = 512
-"""Columns of the prompt in one tile of logits."""
+"""AttentionStats of the prompt in one tile of logits."""
 
 
 def run(

@@ -19,7 +19,7 @@ from kvcompress_kernels.window_scores.pooled_triton import pooled_kernel
 from kvcompress_kernels.window_scores.result import WindowScores
 
 SPAN = 1024
-"""Columns of a program. Fixed, so that a layer's scores do not depend on those beside it."""
+"""AttentionStats of a program. Fixed, so that a layer's scores do not depend on those beside it."""
 LOG_SUM = {"SPAN": SPAN, "LINES": 32, "SPLITS": 64}
 
 

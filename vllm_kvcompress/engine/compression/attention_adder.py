@@ -5,11 +5,11 @@ from itertools import groupby
 
 import torch
 
-from vllm_kvcompress.engine.compression.mover import Held
+from vllm_kvcompress.engine.compression.mover import SourcePages
 from vllm_kvcompress.engine.compression.packer import Packer
 from vllm_kvcompress.engine.messages.step import Addition
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.rows import attention_paid
+from vllm_kvcompress.methods.paged_layers import attention_paid
 from vllm_kvcompress.methods.scorers.pooling import group_mean
 from vllm_kvcompress.planning.memory import additions_at_once
 
@@ -54,13 +54,15 @@ class AttentionAdder:
                 self._add(together[start : start + at_once])
 
     def _add(self, latest: Sequence[tuple[Addition, int]]) -> None:
-        pool, todos = self._pool, [todo for todo, _ in latest]
-        count, most = todos[0].latest, todos[-1].most
+        pool, pack_requests = self._pool, [pack_request for pack_request, _ in latest]
+        count, most = pack_requests[0].latest, pack_requests[-1].most
         assert pool.ring is not None, latest
         rows = pool.held([row for _, row in latest], most // pool.block_size)
-        slots = pool.slots([todo.request_id for todo in todos])
-        layers = [*range(self._packer.num_layers)] * len(todos)
-        query = pool.ring.latest(slots, [todo.tokens for todo in todos], count)
+        slots = pool.slots([pack_request.request_id for pack_request in pack_requests])
+        layers = [*range(self._packer.num_layers)] * len(pack_requests)
+        query = pool.ring.latest(
+            slots, [pack_request.tokens for pack_request in pack_requests], count
+        )
         self._add_to(self._packer.held_rows(*rows), layers, query)
 
     def add_chunk(self, layer: int, row: int, query: torch.Tensor, most: int) -> None:
@@ -72,18 +74,18 @@ class AttentionAdder:
             most: tokens that the layer holds at most.
         """
         columns = min(-(-most // self._pool.block_size), self._pool.columns)
-        held = self._packer.held_rows(*self._pool.held_in(layer, row, columns))
-        self._add_to(held, [layer], query[None])
+        source = self._packer.held_rows(*self._pool.held_in(layer, row, columns))
+        self._add_to(source, [layer], query[None])
 
-    def _add_to(self, held: Held, layers: Sequence[int], query: torch.Tensor) -> None:
-        pool, size, lengths = self._pool, self._pool.block_size, held.lengths
+    def _add_to(self, source: SourcePages, layers: Sequence[int], query: torch.Tensor) -> None:
+        pool, size, lengths = self._pool, self._pool.block_size, source.lengths
         assert pool.sums is not None
         assert lengths is not None
-        rows = self._packer.rows(held, layers, Reads.COLUMN_SUMS)
-        paid = attention_paid(rows, query, self._packer.at_once(held.most))
-        before = pool.sums.read(held.pages)
+        rows = self._packer.rows(source, layers, Reads.COLUMN_SUMS)
+        paid = attention_paid(rows, query, self._packer.at_once(source.most))
+        before = pool.sums.read(source.pages)
         # Slots of the latest queries have what was left in their pages.
         column = torch.arange(before.shape[2], device=before.device)
         latest = column >= (lengths - query.shape[1])[:, None, None]
         sums = before.masked_fill_(latest, 0).add_(paid)
-        pool.sums.write(held.pages, (lengths + size - 1) // size, sums)
+        pool.sums.write(source.pages, (lengths + size - 1) // size, sums)

@@ -11,14 +11,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
 from vllm_kvcompress.engine.compression.mover import Mover, StridedMover
-from vllm_kvcompress.engine.compression.packer import Job, Packer
+from vllm_kvcompress.engine.compression.packer import Packer, PackJob
 from vllm_kvcompress.engine.compression.reports import Reports, Stopwatch
 from vllm_kvcompress.engine.compression.role_counts import RoleCounts
 from vllm_kvcompress.engine.compression.stages import Stages
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.engine.compression.warm_up import WarmUp
 from vllm_kvcompress.engine.compression.watched import Prefill, Probe, Span, Step
-from vllm_kvcompress.engine.messages.step import Pack, plan_of
+from vllm_kvcompress.engine.messages.step import PackRequest, plan_of
 from vllm_kvcompress.engine.pages.layouts import Layout, Tiled
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.scales import Scales
@@ -82,7 +82,11 @@ class PromptCompressor:
         plan = plan_of(output)
         drafts = output.scheduled_spec_decode_tokens.items() if plan is not None else ()
         pack = () if plan is None else plan.pack
-        probes = {todo.request_id: Probe.of(todo) for todo in pack if todo.plan.probe}
+        probes = {
+            pack_request.request_id: Probe.of(pack_request)
+            for pack_request in pack
+            if pack_request.plan.probe
+        }
         self._step = Step(plan, {request_id: len(ids) for request_id, ids in drafts}, probes)
 
     def abort_step(self) -> None:
@@ -105,7 +109,11 @@ class PromptCompressor:
             return
         step.laid_out, plan = True, step.plan
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        packed = [todo.request_id for todo in plan.pack if todo.prefill and not todo.whole]
+        packed = [
+            pack_request.request_id
+            for pack_request in plan.pack
+            if pack_request.prefill and not pack_request.whole
+        ]
         for request_id in (*plan.grow, *plan.keep):
             self.pool.keep_queries(request_id)
         for request_id in packed:
@@ -116,24 +124,34 @@ class PromptCompressor:
                 span.blocks = self._blocks(block_table, span.row, span.prefill.tokens)
                 if request_id in plan.grow:
                     step.remembered.append((span.blocks, span.prefill))
-        for todo in plan.pack:
-            row = row_of[todo.request_id]
-            if todo.judged_by_ring:
-                step.jobs.append(self._judged_by_ring(todo, row, block_table))
+        for pack_request in plan.pack:
+            row = row_of[pack_request.request_id]
+            if pack_request.uses_ring_queries:
+                step.jobs.append(self._judged_by_ring(pack_request, row, block_table))
                 continue
-            span = self._span(step, todo.request_id, todo.settings, row, query_start)
-            span.blocks = self._blocks(block_table, row, todo.tokens)
-            step.jobs.append(self._job(step, todo, span))
-        step.additions = [(todo, row_of[todo.request_id]) for todo in plan.add]
+            span = self._span(
+                step, pack_request.request_id, pack_request.settings, row, query_start
+            )
+            span.blocks = self._blocks(block_table, row, pack_request.tokens)
+            step.jobs.append(self._job(step, pack_request, span))
+        step.additions = [
+            (pack_request, row_of[pack_request.request_id]) for pack_request in plan.add
+        ]
 
-    def _judged_by_ring(self, todo: Pack, row: int, block_table: torch.Tensor) -> Job:
+    def _judged_by_ring(
+        self, pack_request: PackRequest, row: int, block_table: torch.Tensor
+    ) -> PackJob:
         """What packs an answer, or a prompt after its look-ahead."""
-        method = method_of(todo.settings, by_answer=todo.plan.by_answer)
-        if not todo.prefill:
-            return Job(todo=todo, method=method, row=row)
-        blocks = self._blocks(block_table, row, todo.tokens) if todo.whole else None
+        method = method_of(
+            pack_request.settings, scored_by_output=pack_request.plan.scored_by_output
+        )
+        if not pack_request.prefill:
+            return PackJob(pack_request=pack_request, method=method, row=row)
+        blocks = self._blocks(block_table, row, pack_request.tokens) if pack_request.whole else None
         stopwatch = Stopwatch(self.pool.pages.device)
-        return Job(todo=todo, method=method, row=row, blocks=blocks, stopwatch=stopwatch)
+        return PackJob(
+            pack_request=pack_request, method=method, row=row, blocks=blocks, stopwatch=stopwatch
+        )
 
     def _span(
         self,
@@ -162,7 +180,7 @@ class PromptCompressor:
     def _blocks(self, block_table: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
         return block_table[row, : -(-tokens // self.pool.block_size)].long()
 
-    def _job(self, step: Step, todo: Pack, span: Span) -> Job:
+    def _job(self, step: Step, pack_request: PackRequest, span: Span) -> PackJob:
         """What packs a prompt, with what its chunks left.
 
         Raises:
@@ -170,19 +188,19 @@ class PromptCompressor:
         """
         prefill = span.prefill
         if Reads.COLUMN_SUMS in prefill.method.reads:
-            if prefill.tokens != todo.tokens:
+            if prefill.tokens != pack_request.tokens:
                 raise RuntimeError(
-                    f"request {todo.request_id}: {prefill.tokens} tokens of its prefill were seen"
-                    f" when it was to be packed, {todo.tokens} are needed"
+                    f"request {pack_request.request_id}: packing needs {pack_request.tokens}"
+                    f" prefill tokens, but the worker saw {prefill.tokens}"
                 )
-            if prefill.held is None and todo.request_id in self.pool:
+            if prefill.source is None and pack_request.request_id in self.pool:
                 step.remembered.append((span.blocks, prefill))
-        return Job(
-            todo=todo,
+        return PackJob(
+            pack_request=pack_request,
             method=prefill.method,
             row=span.row,
             blocks=span.blocks,
-            queries=prefill.probe if todo.plan.probe else prefill.queries,
+            queries=prefill.probe if pack_request.plan.probe else prefill.queries,
             sums=prefill.sums,
             stopwatch=prefill.stopwatch,
         )
@@ -211,7 +229,9 @@ class PromptCompressor:
         step = self._step
         if step is None or step.plan is None or step.laid_out:
             return False
-        return bool(step.plan.observe) or any(not todo.judged_by_ring for todo in step.plan.pack)
+        return bool(step.plan.observe) or any(
+            not pack_request.uses_ring_queries for pack_request in step.plan.pack
+        )
 
     @property
     def needs_tables(self) -> bool:
@@ -219,7 +239,7 @@ class PromptCompressor:
         step = self._step
         if step is None:
             return False
-        return bool(step.additions) or any(not job.todo.whole for job in step.jobs)
+        return bool(step.additions) or any(not job.pack_request.whole for job in step.jobs)
 
     @property
     def watching(self) -> bool:
@@ -260,8 +280,8 @@ class PromptCompressor:
     def _accumulate(self, layer: int, span: Span, query: torch.Tensor) -> None:
         """Add up what the prefill's rows so far pay to every token: a chunk's rows are final."""
         prefill, rows = span.prefill, query[span.start : span.stop]
-        if prefill.held is not None:
-            most, computed = prefill.held
+        if prefill.source is not None:
+            most, computed = prefill.source
             self.adder.add_chunk(layer, span.row, rows, most + prefill.tokens - computed)
             return
         sums = self.packer.column_sums(layer, span.blocks, rows, prefill.tokens)
@@ -301,30 +321,33 @@ class PromptCompressor:
         self.adder.add(step.additions)
         kept = self.packer.run(step.jobs)
         for job in step.jobs:
-            if job.todo.prefill:
-                self._note(job, kept[job.todo.request_id])
+            if job.pack_request.prefill:
+                self._note(job, kept[job.pack_request.request_id])
         for request_id in step.plan.grow:
             self._prefills.pop(request_id, None)
         self._step = None
         return step.plan.number
 
-    def _note(self, job: Job, pages: torch.Tensor) -> None:
+    def _note(self, job: PackJob, pages: torch.Tensor) -> None:
         """Take in that a prompt was packed; one whose end that was is done."""
-        todo = job.todo
-        if todo.cut and not todo.ends:
+        pack_request = job.pack_request
+        if pack_request.cut and not pack_request.ends:
             return
-        if not todo.ends:
-            prefill = self._prefills[todo.request_id]
+        if not pack_request.ends:
+            prefill = self._prefills[pack_request.request_id]
             prefill.sums = {}
-            prefill.held = todo.plan.most_pages * todo.plan.block_size, todo.tokens
+            prefill.source = (
+                pack_request.plan.most_pages * pack_request.plan.block_size,
+                pack_request.tokens,
+            )
             return
-        self._prefills.pop(todo.request_id, None)
-        if todo.answered is not None and todo.settings.decode_budget is None:
-            self.pool.drop_queries(todo.request_id)
+        self._prefills.pop(pack_request.request_id, None)
+        if pack_request.answered is not None and pack_request.settings.decode_budget is None:
+            self.pool.drop_queries(pack_request.request_id)
         self.compressed += 1
-        assert job.stopwatch is not None, todo
-        counted = self._role_counts.take(todo.request_id)
-        self.reports.add(todo, pages, job.stopwatch, counted)
+        assert job.stopwatch is not None, pack_request
+        counted = self._role_counts.take(pack_request.request_id)
+        self.reports.add(pack_request, pages, job.stopwatch, counted)
 
     def warm_up(self, longest: int) -> None:
         """Pack prompts and answers of nobody, so that no request waits for a kernel's compilation.

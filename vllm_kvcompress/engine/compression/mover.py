@@ -14,7 +14,7 @@ from vllm_kvcompress.planning.memory import layers_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class SourcePages:
     """Where the layers of some requests lie: N rows, those of a request one after the other.
 
     Args:
@@ -32,7 +32,7 @@ class Held:
         """Tokens of every row, or of each."""
         return self.most if self.lengths is None else self.lengths
 
-    def some(self, part: slice) -> "Held":
+    def some(self, part: slice) -> "SourcePages":
         """Some of these rows."""
         lengths = None if self.lengths is None else self.lengths[part]
         return replace(self, pages=self.pages[part], lengths=lengths)
@@ -52,7 +52,7 @@ class Move:
         merging: what tokens that are dropped are folded into kept ones by; None where they go.
     """
 
-    held: Held
+    source: SourcePages
     kept: torch.Tensor
     counts: torch.Tensor
     targets: torch.Tensor
@@ -108,7 +108,7 @@ class StridedMover:
         if not move.in_place:
             if move.merging is not None:
                 return self._merge(move, move.merging, targets, cache)
-            move_kept(*cache, move.held.pages, move.kept, counts, targets, into=cache)
+            move_kept(*cache, move.source.pages, move.kept, counts, targets, into=cache)
             return None
         staging_pages, thresholds = _staging(counts, targets.shape[1]), None
         heads = [slice(head, head + 1) for head in range(self.keys.shape[1])]
@@ -117,7 +117,7 @@ class StridedMover:
             staged = _like(part[0].mT, move.total).mT, _like(part[1], move.total)
             if move.merging is None:
                 kept = move.kept[:, head]
-                move_kept(*part, move.held.pages, kept, counts, staging_pages, into=staged)
+                move_kept(*part, move.source.pages, kept, counts, staging_pages, into=staged)
             else:
                 thresholds = self._merge(move, move.merging, staging_pages, staged)
             move_kept(*staged, staging_pages, None, counts, targets, into=part)
@@ -132,13 +132,13 @@ class StridedMover:
         Returns thresholds ``[N, Hkv]``.
         """
         thresholds, size = [], self.pool.block_size
-        count = layers_at_once(self.pool.longest, move.held.most)
+        count = layers_at_once(self.pool.longest, move.source.most)
         for start in range(0, len(move.kept), count):
             some = slice(start, start + count)
-            held, counts, own = move.held.some(some), move.counts[some], merging.some(some)
-            opened = Opened(self.keys, self.values, held.pages)
+            source, counts, own = move.source.some(some), move.counts[some], merging.some(some)
+            opened = Opened(self.keys, self.values, source.pages)
             (keys, values), tails, near = merged(
-                opened, held.most, held.lengths, move.kept[some], counts, own, size
+                opened, source.most, source.lengths, move.kept[some], counts, own, size
             )
             for part, tokens in zip((self.keys.mT, self.values), tails, strict=True):
                 # a tail's block is the request's own: no hash, no other reader

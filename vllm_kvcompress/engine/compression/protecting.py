@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from vllm_kvcompress.devices import to_device
-from vllm_kvcompress.engine.compression.mover import Held
-from vllm_kvcompress.engine.messages.step import Pack
+from vllm_kvcompress.engine.compression.mover import SourcePages
+from vllm_kvcompress.engine.messages.step import PackRequest
 from vllm_kvcompress.engine.pages.pool import PagePool
 from vllm_kvcompress.engine.pages.remembered import Protected
 from vllm_kvcompress.methods.protected import places_among
@@ -31,7 +31,9 @@ class ProtectedSlots:
     def __init__(self, pool: PagePool, num_layers: int) -> None:
         self._pool, self._num_layers = pool, num_layers
 
-    def before(self, todos: Sequence[Pack], held: Held, heads: int) -> torch.Tensor | None:
+    def before(
+        self, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
+    ) -> torch.Tensor | None:
         """``[N, Hkv, G]`` int32, ascending: those before the windows and tails of some rows.
 
         Of a prompt of which nothing was dropped ``[1, 1, G]``; None where there are none.
@@ -39,18 +41,29 @@ class ProtectedSlots:
         Args:
             todos: requests of which as many tokens are protected, with their rows in `held`.
         """
-        if not todos[0].plan.guarded:
+        if not pack_requests[0].plan.guarded:
             return None
-        return self._slots(todos, held, [todo.plan.settled for todo in todos], heads)
+        return self._slots(
+            pack_requests,
+            source,
+            [pack_request.plan.settled for pack_request in pack_requests],
+            heads,
+        )
 
-    def every(self, todos: Sequence[Pack], held: Held, heads: int) -> torch.Tensor | None:
+    def every(
+        self, pack_requests: Sequence[PackRequest], source: SourcePages, heads: int
+    ) -> torch.Tensor | None:
         """``[N, Hkv, G]`` int32, ascending: all of them; None where there are none."""
-        if not todos[0].plan.spans:
+        if not pack_requests[0].plan.spans:
             return None
-        found = self._slots(todos, held, [todo.tokens for todo in todos], heads)
-        return found.expand(len(held.pages), heads, -1)
+        found = self._slots(
+            pack_requests, source, [pack_request.tokens for pack_request in pack_requests], heads
+        )
+        return found.expand(len(source.pages), heads, -1)
 
-    def note(self, todos: Sequence[Pack], kept: torch.Tensor, own: torch.Tensor) -> None:
+    def note(
+        self, pack_requests: Sequence[PackRequest], kept: torch.Tensor, own: torch.Tensor
+    ) -> None:
         """Note where those before the windows and tails lie from now on, if it will be asked.
 
         Args:
@@ -58,31 +71,41 @@ class ProtectedSlots:
             own: `before`.
         """
         count = self._num_layers
-        for index, (todo, rows) in enumerate(zip(todos, kept.split(count), strict=True)):
-            if todo.ends and todo.settings.decode_budget is None:
-                self._pool.protected.pop(todo.request_id, None)
+        for index, (pack_request, rows) in enumerate(
+            zip(pack_requests, kept.split(count), strict=True)
+        ):
+            if pack_request.ends and pack_request.settings.decode_budget is None:
+                self._pool.protected.pop(pack_request.request_id, None)
                 continue
-            spans = clipped(todo.plan.spans, 0, todo.plan.settled)
+            spans = clipped(pack_request.plan.spans, 0, pack_request.plan.settled)
             lengths = torch.tensor([0, *(stop - start for start, stop in spans[:-1])])
             first = to_device(lengths.cumsum(0), torch.int64, kept.device)
             mine = own if len(own) == 1 else own[index * count :][:count]
             starts = places_among(rows, mine.index_select(2, first))
-            self._pool.protected[todo.request_id] = Protected(todo.plan.settled, spans, starts)
+            self._pool.protected[pack_request.request_id] = Protected(
+                pack_request.plan.settled, spans, starts
+            )
 
     def _slots(
-        self, todos: Sequence[Pack], held: Held, ends: Sequence[int], heads: int
+        self,
+        pack_requests: Sequence[PackRequest],
+        source: SourcePages,
+        ends: Sequence[int],
+        heads: int,
     ) -> torch.Tensor:
         """Those among the first tokens of each request, so many as `ends` says."""
-        found, device = [], held.pages.device
-        for index, (todo, end) in enumerate(zip(todos, ends, strict=True)):
-            packed = self._pool.protected.get(todo.request_id)
+        found, device = [], source.pages.device
+        for index, (pack_request, end) in enumerate(zip(pack_requests, ends, strict=True)):
+            packed = self._pool.protected.get(pack_request.request_id)
             first = 0 if packed is None else packed.settled
             assert first <= end, "what was packed lies before the window"
-            late = to_device(_positions(clipped(todo.plan.spans, first, end)), torch.int32, device)
-            if held.lengths is None:
+            late = to_device(
+                _positions(clipped(pack_request.plan.spans, first, end)), torch.int32, device
+            )
+            if source.lengths is None:
                 return late[None, None]
-            lengths = held.lengths[index * self._num_layers :][: self._num_layers]
-            late = late - (todo.tokens + todo.plan.probe) + lengths[:, None]
+            lengths = source.lengths[index * self._num_layers :][: self._num_layers]
+            late = late - (pack_request.tokens + pack_request.plan.probe) + lengths[:, None]
             own = late[:, None].expand(-1, heads, -1)
             found.append(own if packed is None else torch.cat([_packed(packed), own], dim=2))
         return torch.cat(found)

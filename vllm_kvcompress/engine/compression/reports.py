@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_kvcompress.engine.compression.role_counts import Counted
 from vllm_kvcompress.engine.compression.stages import Stages
-from vllm_kvcompress.engine.messages.step import Pack, Packed, RoleKept
+from vllm_kvcompress.engine.messages.step import Packed, PackRequest, RoleKept
 
 logger = init_logger("vllm.kvcompress")
 
@@ -61,7 +61,7 @@ class _Pending:
         counted: whose roles these are; None where nobody asks.
     """
 
-    todo: Pack
+    pack_request: PackRequest
     told: torch.Tensor
     counted: Counted | None
     stopwatch: Stopwatch
@@ -82,7 +82,7 @@ class Reports:
 
     def add(
         self,
-        todo: Pack,
+        pack_request: PackRequest,
         pages: torch.Tensor,
         stopwatch: Stopwatch,
         counted: Counted | None = None,
@@ -105,7 +105,7 @@ class Reports:
             if told.is_cuda:
                 here = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
                 told = here.copy_(told, non_blocking=True)
-        self._pending.append(_Pending(todo, told, counted, stopwatch))
+        self._pending.append(_Pending(pack_request, told, counted, stopwatch))
 
     def take(self) -> list[Packed]:
         """Those that the device has packed since the last call."""
@@ -114,21 +114,21 @@ class Reports:
             pending = self._pending.popleft()
             done.append(_packed(pending, self.stages.every))
             if self.log:
-                _log(done[-1], pending.todo)
+                _log(done[-1], pending.pack_request)
         return done
 
 
 def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
-    todo, plan = pending.todo, pending.todo.plan
+    pack_request, plan = pending.pack_request, pending.pack_request.plan
     told: list[list[int]] = pending.told.tolist()
     by_role = tuple[RoleKept, ...]()
     if pending.counted is not None:
-        by_role = pending.counted.shares(todo, [pairs for _, *pairs in told])
+        by_role = pending.counted.shares(pack_request, [pairs for _, *pairs in told])
     return Packed(
-        request_id=todo.request_id,
-        method=todo.settings.compress,
-        tokens=todo.prompt_tokens,
-        answered=todo.answered or 0,
+        request_id=pack_request.request_id,
+        method=pack_request.settings.compress,
+        tokens=pack_request.prompt_tokens,
+        answered=pack_request.answered or 0,
         layers=layers,
         layer_tokens=tuple(pages * plan.block_size + plan.tail for pages, *_ in told),
         seconds=pending.stopwatch.seconds,
@@ -136,8 +136,8 @@ def _packed(pending: _Pending, layers: tuple[int, ...]) -> Packed:
     )
 
 
-def _log(done: Packed, todo: Pack) -> None:
-    tail_blocks = int(todo.plan.tail > 0)
+def _log(done: Packed, pack_request: PackRequest) -> None:
+    tail_blocks = int(pack_request.plan.tail > 0)
     logger.info(
         "kv-compress: request=%s prompt_tokens=%d kept_tokens=%.1f lookahead=%d blocks_before=%d"
         " blocks_after=%d layer_tokens=%s",
@@ -145,7 +145,7 @@ def _log(done: Packed, todo: Pack) -> None:
         done.tokens,
         done.kept,
         done.answered,
-        todo.tokens // todo.plan.block_size + tail_blocks,
-        todo.plan.blocks + tail_blocks,
+        pack_request.tokens // pack_request.plan.block_size + tail_blocks,
+        pack_request.plan.blocks + tail_blocks,
         str(list(done.layer_tokens)).replace(" ", ""),
     )

@@ -59,7 +59,7 @@ class TiledMover:
         """Keys and values of the pages that one row keeps."""
         size = self.pool.block_size
         slot = move.kept[row, :, : count * size].long()
-        pages = move.held.pages[row][slot // size]
+        pages = move.source.pages[row][slot // size]
         tokens = self._layout.tokens(self.pool.elements, pages, slot % size)
         keys, values = (part.unflatten(1, (count, size)).transpose(0, 1) for part in tokens)
         return keys.mT, values
@@ -69,12 +69,12 @@ class TiledMover:
     ) -> tuple[PageViews, torch.Tensor]:
         """The pages that one row keeps, merged, and its threshold; its tail is written at once."""
         one = slice(row, row + 1)
-        held, own = move.held.some(one), merging.some(one)
-        cache = self.open(held.pages, Reads.KEYS | Reads.VALUES)
+        source, own = move.source.some(one), merging.some(one)
+        cache = self.open(source.pages, Reads.KEYS | Reads.VALUES)
         (keys, values), tails, near = merged(
             cache,
-            held.most,
-            held.lengths,
+            source.most,
+            source.lengths,
             move.kept[one],
             move.counts[one],
             own,

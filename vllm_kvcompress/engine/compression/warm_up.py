@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 
 from vllm_kvcompress.engine.compression.attention_adder import AttentionAdder
-from vllm_kvcompress.engine.compression.packer import Job, Packer
-from vllm_kvcompress.engine.messages.step import Addition, Pack
+from vllm_kvcompress.engine.compression.packer import Packer, PackJob
+from vllm_kvcompress.engine.messages.step import Addition, PackRequest
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan, page_plan
+from vllm_kvcompress.methods.paged_layers import LATEST
 from vllm_kvcompress.methods.presets import least_window
-from vllm_kvcompress.methods.rows import LATEST
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import (
     adds_up,
@@ -57,7 +57,9 @@ class WarmUp:
         if settings.max_whole is not None or settings.lookahead_yields != "never":
             # what pieces left, or a cut to half, is packed again by the answer
             for window, answered in self._by_answer():
-                self.pack_again(window, prefill=True, allocator_window=answered, by_answer=True)
+                self.pack_again(
+                    window, prefill=True, allocator_window=answered, scored_by_output=True
+                )
 
     def _query(self, rows: int) -> torch.Tensor:
         device = self._pool.pages.device
@@ -88,7 +90,7 @@ class WarmUp:
         for window, answered in self._by_answer():
             plan = self._judged_by(window, lengths[-1])
             if plan is not None:
-                plan = replace(plan, allocator_window=answered, by_answer=True)
+                plan = replace(plan, allocator_window=answered, scored_by_output=True)
                 self._prompt(plan, shortest=False)
 
     def _judged_by(self, window: int, tokens: int) -> PagePlan | None:
@@ -110,7 +112,7 @@ class WarmUp:
         if not settings.resolved_lookahead:
             return []
         found: list[tuple[int, int | None]] = [(window, None)]
-        reads = method_of(settings, by_answer=True).reads
+        reads = method_of(settings, scored_by_output=True).reads
         if not reads & (Reads.VARIANCE | Reads.APART):
             return found
         beside = settings.parts.prompt_window or window
@@ -125,7 +127,7 @@ class WarmUp:
                 self._packer.column_sums(layer, blocks, self._query(plan.tokens), plan.tokens)
         sums = torch.zeros(self._heads, plan.tokens, device=pages.device)
         for in_place in sorted({False, shortest}):
-            todo = Pack(
+            pack_request = PackRequest(
                 request_id="",
                 settings=self._settings,
                 plan=plan,
@@ -133,9 +135,9 @@ class WarmUp:
                 destination=(0,) * plan.blocks,
                 in_place=in_place,
             )
-            job = Job(
-                todo=todo,
-                method=method_of(self._settings, by_answer=plan.by_answer),
+            job = PackJob(
+                pack_request=pack_request,
+                method=method_of(self._settings, scored_by_output=plan.scored_by_output),
                 blocks=blocks,
                 queries=dict.fromkeys(layers, self._query(plan.window)),
                 sums=dict.fromkeys(layers, sums),
@@ -149,7 +151,7 @@ class WarmUp:
         *,
         prefill: bool,
         allocator_window: int | None = None,
-        by_answer: bool = False,
+        scored_by_output: bool = False,
         probe: int = 0,
     ) -> None:
         """Pack what a request holds of which tokens were dropped, and add up its attention.
@@ -157,7 +159,7 @@ class WarmUp:
         Args:
             window: queries that choose.
             prefill: they are a prompt's, and not an answer's.
-            allocator_window, by_answer, probe: as in `PagePlan`.
+            allocator_window, scored_by_output, probe: as in `PagePlan`.
         """
         layers, size = self._packer.num_layers, self._pool.block_size
         pages = layers * (window // size + 2)
@@ -170,13 +172,13 @@ class WarmUp:
             pages=pages,
             total=pages * size + layers * probe,
             allocator_window=allocator_window,
-            by_answer=by_answer,
+            scored_by_output=scored_by_output,
             probe=probe,
         )
         self._pool.keep_queries("")
         # The layers of an answer divide once; those of a prompt divide anew at every boundary.
         for destination in ((0,) * plan.blocks, None)[: 1 if prefill else 2]:
-            todo = Pack(
+            pack_request = PackRequest(
                 request_id="",
                 settings=self._settings,
                 plan=plan,
@@ -189,8 +191,8 @@ class WarmUp:
             )
             self._pool.put_null_block_in_row(plan.tokens)
             asked = dict.fromkeys(range(layers), self._query(window)) if prefill else {}
-            method = method_of(self._settings, by_answer=by_answer)
-            self._packer.run([Job(todo=todo, method=method, queries=asked)])
+            method = method_of(self._settings, scored_by_output=scored_by_output)
+            self._packer.run([PackJob(pack_request=pack_request, method=method, queries=asked)])
         if keeps_sums(self._settings) if prefill else adds_up(self._settings):
             self._add_up(prefill)
         self._pool.put_null_block_in_row(0)

@@ -5,9 +5,9 @@ from typing import Self
 
 import torch
 
-from vllm_kvcompress.engine.compression.packer import Job
+from vllm_kvcompress.engine.compression.packer import PackJob
 from vllm_kvcompress.engine.compression.reports import Stopwatch
-from vllm_kvcompress.engine.messages.step import Addition, Pack, StepPlan
+from vllm_kvcompress.engine.messages.step import Addition, PackRequest, StepPlan
 from vllm_kvcompress.methods.method import Method
 
 
@@ -34,7 +34,7 @@ class Prefill:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     probe: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
-    held: tuple[int, int] | None = None
+    source: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Probe:
     last: int
 
     @classmethod
-    def of(cls, todo: Pack) -> Self:
-        first = todo.settings.first_of_probe(todo.plan.probe)
-        return cls(first, todo.plan.probe - first)
+    def of(cls, pack_request: PackRequest) -> Self:
+        first = pack_request.settings.first_of_probe(pack_request.plan.probe)
+        return cls(first, pack_request.plan.probe - first)
 
     @property
     def rows(self) -> int:
@@ -96,6 +96,6 @@ class Step:
     laid_out: bool = False
     layers_watched: int = 0
     spans: list[Span] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[PackJob] = field(default_factory=list)
     additions: list[tuple[Addition, int]] = field(default_factory=list)
     remembered: list[tuple[torch.Tensor, Prefill]] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from vllm_kvcompress.engine.messages.step import Pack
+from vllm_kvcompress.engine.messages.step import PackRequest
 from vllm_kvcompress.methods.spans import Spans
 
 _RECORDER = "_kvcompress_recorder"
@@ -32,26 +32,26 @@ class _Recorder:
         self._held: list[torch.Tensor] = []
         self._computed = 0
 
-    def packed(self, todo: Pack, kept: torch.Tensor, counts: torch.Tensor) -> None:
+    def packed(self, pack_request: PackRequest, kept: torch.Tensor, counts: torch.Tensor) -> None:
         """Take in one request that was packed (`Packer.observers`)."""
-        if not todo.prefill:
+        if not pack_request.prefill:
             self.answers += 1
             return
-        size, heads = todo.plan.block_size, kept.shape[1]
-        if todo.whole:
-            self.prompts.append(_counted(todo, counts, kept, self._buckets, self._parts))
+        size, heads = pack_request.plan.block_size, kept.shape[1]
+        if pack_request.whole:
+            self.prompts.append(_counted(pack_request, counts, kept, self._buckets, self._parts))
             return
-        since = torch.arange(self._computed, todo.tokens).expand(heads, -1)
+        since = torch.arange(self._computed, pack_request.tokens).expand(heads, -1)
         held = self._held or [since[:, :0]] * len(kept)
         slots = [torch.cat([own, since], 1) for own in held]
         ends = [int(count) * size for count in counts]
         chosen = [row.long().cpu()[:, :end] for row, end in zip(kept, ends, strict=True)]
         self._held = [own.gather(1, at) for own, at in zip(slots, chosen, strict=True)]
-        self._computed = todo.tokens // size * size
-        if todo.ends:
+        self._computed = pack_request.tokens // size * size
+        if pack_request.ends:
             rows = [pad(own, (0, max(ends) - own.shape[1]), value=-1) for own in self._held]
             every = torch.stack(rows)
-            self.prompts.append(_counted(todo, counts, every, self._buckets, self._parts))
+            self.prompts.append(_counted(pack_request, counts, every, self._buckets, self._parts))
             self._held, self._computed = [], 0
 
 
@@ -82,7 +82,7 @@ def repacked(wrapper: Any) -> int:
 
 
 def _counted(
-    todo: Pack,
+    pack_request: PackRequest,
     pages: torch.Tensor,
     kept: torch.Tensor,
     buckets: int,
@@ -100,13 +100,15 @@ def _counted(
         and of each of the `parts` the share that stays.
     """
     layers, heads, _ = kept.shape
-    prompt = todo.prompt_tokens
+    prompt = pack_request.prompt_tokens
     buckets = min(buckets, prompt)
-    stays = torch.zeros(layers, heads, todo.tokens + 1, dtype=torch.bool)
+    stays = torch.zeros(layers, heads, pack_request.tokens + 1, dtype=torch.bool)
     # The modulus sends -1 to the column behind the prompt.
-    stays.scatter_(2, kept.long().cpu() % (todo.tokens + 1), True)
+    stays.scatter_(2, kept.long().cpu() % (pack_request.tokens + 1), True)
     stays = stays[..., :-1]
-    stays[..., todo.tokens // todo.plan.block_size * todo.plan.block_size :] = True
+    stays[
+        ..., pack_request.tokens // pack_request.plan.block_size * pack_request.plan.block_size :
+    ] = True
     stays = stays[..., :prompt]
     bucket = torch.arange(prompt) * buckets // prompt
     counts = torch.zeros(layers, buckets).index_add_(1, bucket, stays.sum(1).float())

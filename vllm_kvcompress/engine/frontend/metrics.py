@@ -24,7 +24,7 @@ from vllm_kvcompress.engine.messages.settings import active_settings
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.engine.scheduling.admission import REASONS
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import judging_ends
+from vllm_kvcompress.settings.method_of import scoring_query_counts
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
@@ -188,7 +188,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
 
     def _inform(self, settings: CompressionConfig, stages: int) -> None:
         names = {alias.name: alias.meaning for alias in settings.alias}
-        first, last = judging_ends(settings)
+        first, last = scoring_query_counts(settings)
         settings = in_whole_blocks(settings, self._block_size)
         values = {
             "method": settings.compress,

@@ -19,7 +19,7 @@ HALF, BUDGET = "half", "budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
+class PackRequest:
     """One request that is packed after this step.
 
     Args:
@@ -53,7 +53,7 @@ class Pack:
     cut: str = ""
 
     @property
-    def judged_by_ring(self) -> bool:
+    def uses_ring_queries(self) -> bool:
         """Whether the ring has the queries that choose, and not what its chunks left."""
         return not self.prefill or self.answered is not None
 
@@ -106,25 +106,31 @@ class StepPlan:
     grow: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     add: tuple[Addition, ...] = ()
-    pack: tuple[Pack, ...] = ()
+    pack: tuple[PackRequest, ...] = ()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """The requests that this step has something to do for."""
         observed = [request_id for request_id, _ in self.observe]
-        packed = [todo.request_id for todo in self.pack]
-        added = [todo.request_id for todo in self.add]
+        packed = [pack_request.request_id for pack_request in self.pack]
+        added = [pack_request.request_id for pack_request in self.add]
         return tuple(dict.fromkeys((*observed, *packed, *added, *self.grow, *self.keep)))
 
     @property
-    def ended(self) -> tuple[Pack, ...]:
+    def ended(self) -> tuple[PackRequest, ...]:
         """The prompts whose compression this step completes."""
-        return tuple(todo for todo in self.pack if todo.prefill and todo.ends)
+        return tuple(
+            pack_request for pack_request in self.pack if pack_request.prefill and pack_request.ends
+        )
 
     @property
-    def told(self) -> tuple[Pack, ...]:
+    def told(self) -> tuple[PackRequest, ...]:
         """The prompts of which this step decides what is kept from now on, perhaps for a while."""
-        return tuple(todo for todo in self.pack if todo.prefill and (todo.ends or todo.cut))
+        return tuple(
+            pack_request
+            for pack_request in self.pack
+            if pack_request.prefill and (pack_request.ends or pack_request.cut)
+        )
 
 
 class RoleKept(NamedTuple):

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_kvcompress.engine.scheduling.kv_cache import CompressedManager
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.planning.obstacles import why_not_in_blocks
-from vllm_kvcompress.planning.standing import standing_blocks
+from vllm_kvcompress.planning.uncompressed_prompt import uncompressed_prompt_blocks
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
@@ -46,7 +46,7 @@ class CompressedSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """What one request takes of this layer at most: vLLM asks whether that fits the pool."""
         longest = vllm_config.model_config.max_model_len
-        blocks = standing_blocks(
+        blocks = uncompressed_prompt_blocks(
             self.settings, self.num_compressed_layers, self.block_size, longest
         )
         return int(min(super().max_memory_usage_bytes(vllm_config), blocks * self.page_size_bytes))

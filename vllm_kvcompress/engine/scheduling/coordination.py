@@ -185,7 +185,7 @@ class Coordination:
             # it takes part in no step: nothing is there yet that could be watched or packed
             planner = self.manager.planner
             reason = planner.decide(planner.request(request_id))
-            self.manager.tally.admitted(reason, slotless=False)
+            self.manager.compression_stats.admitted(reason, slotless=False)
         else:
             self.manager.plan_step(request_id, num_tokens_main_model)
         return new

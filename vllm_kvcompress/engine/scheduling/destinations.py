@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_kvcompress.engine.messages.step import Pack
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.engine.messages.step import PackRequest
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 
 
 class DestinationBlocks(NamedTuple):
@@ -21,8 +21,8 @@ class DestinationBlocks(NamedTuple):
 class Pending(NamedTuple):
     """A request that is packed after this step, and what that changes in the scheduler."""
 
-    pack: Pack
-    holding: Holding
+    pack: PackRequest
+    footprint: KVFootprint
     own: list[KVCacheBlock]
     """Its ordinary blocks that become destinations."""
 

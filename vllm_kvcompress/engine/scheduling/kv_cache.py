@@ -19,16 +19,16 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import OtherLayers
-from vllm_kvcompress.engine.messages.step import HALF, Addition, Pack, StepPlan
+from vllm_kvcompress.engine.messages.step import HALF, Addition, PackRequest, StepPlan
 from vllm_kvcompress.engine.scheduling.admission import ANSWERED, FULL_POOL
+from vllm_kvcompress.engine.scheduling.compression_stats import CompressionStats
+from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending, unshared
-from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
 from vllm_kvcompress.engine.scheduling.planning import Planner
 from vllm_kvcompress.engine.scheduling.step_probes import StepProbes
-from vllm_kvcompress.engine.scheduling.tally import Tally
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.planning.schedules import RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -55,7 +55,10 @@ class CompressedManager(FullAttentionManager):
         self._ring_slots = kv_cache_spec.ring_slots
         self._others: OtherLayers | None = None
         self.replace_settings(kv_cache_spec.settings)
-        self.tally, self.fence = Tally(), Fence(self.block_pool)
+        self.compression_stats, self.deferred_free = (
+            CompressionStats(),
+            DeferredFree(self.block_pool),
+        )
         # The destination blocks of each packed request.
         self._packed: dict[str, list[KVCacheBlock]] = {}
         # How many tokens of a packed request may enter the prefix cache.
@@ -148,8 +151,8 @@ class CompressedManager(FullAttentionManager):
         if plan is None and schedule.lookahead is not None and num_tokens >= request.num_tokens:
             # promised from now on, and taken when it is packed (`lookaheads`)
             later = self.settings.lookahead_yields != "never"
-            plan = schedule.lookahead.kept(schedule.holding, num_tokens) if later else None
-        if plan is None or schedule.holding.pages:
+            plan = schedule.lookahead.kept(schedule.footprint, num_tokens) if later else None
+        if plan is None or schedule.footprint.pages:
             return DestinationBlocks(0, 0)
         full_blocks = num_tokens // self.block_size
         prompt_blocks = self.req_to_blocks.get(request_id, [])[:full_blocks]
@@ -168,7 +171,7 @@ class CompressedManager(FullAttentionManager):
             self._plan_answer(request_id, num_tokens)
             return
         cached = self.num_cached_block.get(request_id, 0) * self.block_size
-        self.tally.admitted(*self.planner.admit(request_id, cached))
+        self.compression_stats.admitted(*self.planner.admit(request_id, cached))
         request = self.planner.request(request_id)
         tokens = min(self.probes.without(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
@@ -179,7 +182,7 @@ class CompressedManager(FullAttentionManager):
                 request_id, schedule, plan, tokens, settings, prefill=True, ends=ends
             ):
                 # it was pulled, so nothing was counted for it
-                self.tally.skipped[FULL_POOL] += 1
+                self.compression_stats.skipped[FULL_POOL] += 1
                 plan = None
         if ends:
             self.planner.end_prefill(request, schedule, plan)
@@ -195,7 +198,7 @@ class CompressedManager(FullAttentionManager):
     def _plan_answer(self, request_id: str, tokens: int) -> None:
         """Plan to pack what an answer holds, or to add up its attention, by this step's length."""
         schedule = self.planner.schedules[request_id]
-        answer, holding = schedule.answer, schedule.holding
+        answer, footprint = schedule.answer, schedule.footprint
         if schedule.lookahead is not None:
             # drafts do not count: which of them are taken is known when the step has ended
             request = self.planner.request(request_id)
@@ -204,7 +207,7 @@ class CompressedManager(FullAttentionManager):
             return
         if answer is None:
             return
-        plan = answer.plan(holding, tokens)
+        plan = answer.plan(footprint, tokens)
         packs = plan is not None and self._reserve(
             request_id, schedule, plan, tokens, answer.settings, prefill=False, ends=False
         )
@@ -213,7 +216,7 @@ class CompressedManager(FullAttentionManager):
                 request_id=request_id,
                 tokens=tokens,
                 latest=latest,
-                most=holding.most_tokens(tokens),
+                most=footprint.most_tokens(tokens),
             )
 
     def pack_prompt(
@@ -222,7 +225,7 @@ class CompressedManager(FullAttentionManager):
         """Plan to pack a prompt that looks ahead; returns whether the pool has what that takes.
 
         Args:
-            cut: as in `Pack`.
+            cut: as in `PackRequest`.
         """
         lookahead = schedule.lookahead
         assert lookahead is not None, request_id
@@ -257,13 +260,13 @@ class CompressedManager(FullAttentionManager):
         goes on), else its own unshared ones, the latest first. It was admitted with them counted,
         unless its answer judges it or it was pulled. An answer takes its own first.
         """
-        holding, last = schedule.holding, tokens // self.block_size
+        footprint, last = schedule.footprint, tokens // self.block_size
         packed, free = self._packed.get(request_id, []), self.block_pool.get_num_free_blocks()
         missing = max(plan.blocks - len(packed), 0)
         mine: list[tuple[int, KVCacheBlock]] = []
         needed = (1 if ends or cut else 2) * missing + self.lookaheads.promised(free - missing)
         if missing and (not prefill or free < needed):
-            mine = unshared(self.req_to_blocks[request_id], holding.first_block, last, missing)
+            mine = unshared(self.req_to_blocks[request_id], footprint.first_block, last, missing)
         if missing - len(mine) > free:
             return False
         self._cacheable.setdefault(request_id, last * self.block_size)
@@ -271,26 +274,30 @@ class CompressedManager(FullAttentionManager):
         fresh = missing - len(own)
         self._packed[request_id] = packed + (self.block_pool.get_new_blocks(fresh) if fresh else [])
         destination = (self._packed[request_id] + own)[: plan.blocks]
-        pack = Pack(
+        pack = PackRequest(
             request_id=request_id,
             settings=settings,
             plan=plan,
             tokens=tokens,
-            destination=None if holding.frozen else tuple(block.block_id for block in destination),
+            destination=None
+            if footprint.frozen
+            else tuple(block.block_id for block in destination),
             prefill=prefill,
             answered=answered,
-            whole=prefill and not holding.pages and not isinstance(schedule.prefill, EveryPiece),
+            whole=prefill and not footprint.pages and not isinstance(schedule.prefill, EveryPiece),
             ends=ends,
-            in_place=bool(own or holding.pages) or not prefill,
+            in_place=bool(own or footprint.pages) or not prefill,
             cut=cut,
         )
-        self._pending[request_id] = Pending(pack, holding, own)
+        self._pending[request_id] = Pending(pack, footprint, own)
         return True
 
-    def ordinary(self, request_id: str, holding: Holding, tokens: int) -> Sequence[KVCacheBlock]:
+    def ordinary(
+        self, request_id: str, footprint: KVFootprint, tokens: int
+    ) -> Sequence[KVCacheBlock]:
         """The full blocks that packing reads, without those that were packed before."""
         blocks: list[KVCacheBlock] = self.req_to_blocks[request_id]
-        return blocks[holding.first_block : tokens // self.block_size]
+        return blocks[footprint.first_block : tokens // self.block_size]
 
     def packed_blocks(self, request_id: str) -> int:
         """Blocks that a request has packed pages in."""
@@ -318,9 +325,9 @@ class CompressedManager(FullAttentionManager):
 
     def free_after(self) -> int:
         """Blocks that are free once this step's plan is handed over, but for shared ones."""
-        free = self.block_pool.get_num_free_blocks() + self.fence.held()
-        for request_id, (pack, holding, _) in self._pending.items():
-            read = self.ordinary(request_id, holding, pack.tokens)
+        free = self.block_pool.get_num_free_blocks() + self.deferred_free.held()
+        for request_id, (pack, footprint, _) in self._pending.items():
+            read = self.ordinary(request_id, footprint, pack.tokens)
             free += sum(block.ref_cnt == 1 for block in read)
             free += self.packed_blocks(request_id) - pack.plan.blocks
         return int(free)
@@ -350,23 +357,23 @@ class CompressedManager(FullAttentionManager):
             done.clear()
         return plan
 
-    def _hand_over(self, pending: Pending) -> Pack:
+    def _hand_over(self, pending: Pending) -> PackRequest:
         """Free what the request holds no longer: ordinary blocks, and destinations left over."""
-        pack, holding, own = pending
+        pack, footprint, own = pending
         request_id, plan, last = pack.request_id, pack.plan, pack.tokens // self.block_size
         blocks, kept = self.req_to_blocks[request_id], {block.block_id for block in own}
-        ordinary = blocks[holding.first_block : last]
+        ordinary = blocks[footprint.first_block : last]
         freed = [block for block in reversed(ordinary) if block.block_id not in kept]
-        blocks[holding.first_block : last] = [self._null_block] * len(ordinary)
+        blocks[footprint.first_block : last] = [self._null_block] * len(ordinary)
         packed = self._packed[request_id] + own
         # A tail leaves less for the pages before it: a prompt's end may need a block less.
         self._packed[request_id] = packed[: plan.blocks]
         freed += packed[plan.blocks :]
-        first = not holding.pages
-        holding.pack(plan, last, freeze=not pack.prefill)
-        returned = self.fence.free(freed)
+        first = not footprint.pages
+        footprint.pack(plan, last, freeze=not pack.prefill)
+        returned = self.deferred_free.free(freed)
         piecewise = isinstance(self.planner.schedules[request_id].prefill, EveryPiece)
-        self.tally.pack(pack, returned, first=first, own=len(own), piecewise=piecewise)
+        self.compression_stats.pack(pack, returned, first=first, own=len(own), piecewise=piecewise)
         if pack.answered is not None and pack.ends:
             self.planner.looked_ahead(request_id)
         return pack
@@ -385,7 +392,7 @@ class CompressedManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and give its destination blocks back with the others."""
         if self.planner.answered_first(request_id):
-            self.tally.skipped[ANSWERED] += 1
+            self.compression_stats.skipped[ANSWERED] += 1
         self.planner.forget(request_id)
         self.lookaheads.forget(request_id)
         self._cacheable.pop(request_id, None)

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm_kvcompress.engine.messages.step import BUDGET, HALF
 from vllm_kvcompress.methods.page_plan import PagePlan
 from vllm_kvcompress.methods.spans import count_before
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.schedules import LookAhead, RequestSchedule
 from vllm_kvcompress.settings.method_of import lookahead_window
 
@@ -56,7 +56,9 @@ class Holder(Protocol):
     def free_after(self) -> int:
         """Blocks that are free once this step's plan is handed over, but for shared ones."""
 
-    def ordinary(self, request_id: str, holding: Holding, tokens: int) -> Sequence[KVCacheBlock]:
+    def ordinary(
+        self, request_id: str, footprint: KVFootprint, tokens: int
+    ) -> Sequence[KVCacheBlock]:
         """The full blocks that packing reads, without those that were packed before."""
 
     def packed_blocks(self, request_id: str) -> int:
@@ -188,13 +190,13 @@ class LookAheads:
     def _promised(self, request_id: str, ahead: _Ahead, touched: Collection[int] = NOTHING) -> int:
         # what it takes behind the step that is being scheduled, or once one is behind the next
         tokens = ahead.tokens if ahead.here else ahead.tokens + 1
-        plan = ahead.lookahead.kept(ahead.schedule.holding, tokens)
+        plan = ahead.lookahead.kept(ahead.schedule.footprint, tokens)
         if plan is None:
             return 0
         missing = plan.blocks - self._holder.packed_blocks(request_id)
         # shared blocks are a prompt's first ones, so the last ones tell soonest
         for block in reversed(
-            self._holder.ordinary(request_id, ahead.schedule.holding, ahead.tokens)
+            self._holder.ordinary(request_id, ahead.schedule.footprint, ahead.tokens)
         ):
             if missing <= 0:
                 break
@@ -212,7 +214,7 @@ class LookAheads:
         here = {name: ahead for name, ahead in self._all.items() if ahead.here}
         for request_id, ahead in here.items():
             ahead.here = False
-            plan = ahead.lookahead.plan(ahead.schedule.holding, ahead.tokens)
+            plan = ahead.lookahead.plan(ahead.schedule.footprint, ahead.tokens)
             # where the pool has no block for that, the next step tries again
             if plan is not None:
                 self._pack(_Choice(request_id, plan, ""))
@@ -259,16 +261,16 @@ class LookAheads:
         released: dict[int, int] = {}
         returning = 0
         for request_id, ahead in left.items():
-            lookahead, holding, tokens = ahead.lookahead, ahead.schedule.holding, ahead.tokens
+            lookahead, footprint, tokens = ahead.lookahead, ahead.schedule.footprint, ahead.tokens
             if tokens + 1 >= lookahead.last and not overlaps:
                 continue
-            kept, half = lookahead.kept(holding, tokens), lookahead.half(holding, tokens)
+            kept, half = lookahead.kept(footprint, tokens), lookahead.half(footprint, tokens)
             if kept is None:
                 continue
             if half is not None and half.blocks <= kept.blocks:
                 half = None
             alone = 0
-            for block in self._holder.ordinary(request_id, holding, tokens):
+            for block in self._holder.ordinary(request_id, footprint, tokens):
                 alone += block.ref_cnt == 1
                 count = released[block.block_id] = released.get(block.block_id, 0) + 1
                 returning += block.ref_cnt == count

@@ -26,7 +26,7 @@ class NextStep:
         self._manager = coordination.manager
         config = scheduler.vllm_config
         self._stages = int(config.parallel_config.pipeline_parallel_size)
-        if self._manager.fence.holds:
+        if self._manager.deferred_free.holds:
             # what this step frees is there for the step after the next one
             self._stages = max(self._stages, 2)
         self.pipelined = self._stages > 1

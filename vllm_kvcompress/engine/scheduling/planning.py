@@ -16,7 +16,7 @@ from vllm_kvcompress.engine.scheduling.admission import Admissions
 from vllm_kvcompress.errors import VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.page_plan import PagePlan
-from vllm_kvcompress.planning.holding import Holding
+from vllm_kvcompress.planning.kv_footprint import KVFootprint
 from vllm_kvcompress.planning.pieces import EveryPiece
 from vllm_kvcompress.planning.schedules import AtEnd, EveryInterval, LookAhead, RequestSchedule
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -141,14 +141,14 @@ class Planner:
         known = self.schedules.get(request.request_id)
         if known is not None:
             return known
-        holding = Holding(num_layers=self._num_layers, block_size=self._block_size)
+        footprint = KVFootprint(num_layers=self._num_layers, block_size=self._block_size)
         prefill = self._prefill(request)
         free = len(self._looking) < self._ring_slots
         lookahead = self._lookahead(request, prefill) if prefill is not None and free else None
         if lookahead is not None:
             piecewise = prefill if isinstance(prefill, EveryPiece) else None
             prefill = None if piecewise is None else replace(piecewise, packs_end=False)
-        return RequestSchedule(holding=holding, prefill=prefill, lookahead=lookahead)
+        return RequestSchedule(footprint=footprint, prefill=prefill, lookahead=lookahead)
 
     def _lookahead(self, request: Request, prefill: AtEnd | EveryPiece) -> LookAhead | None:
         """What packs a prompt instead when its answer has judged it; None where nothing does.
@@ -214,13 +214,13 @@ class Planner:
         self, request: Request, schedule: RequestSchedule, plan: PagePlan | None
     ) -> None:
         """Note that a prefill ends in this step, and is packed by `plan`."""
-        schedule.answer = self._answer(request, schedule.holding, plan)
+        schedule.answer = self._answer(request, schedule.footprint, plan)
         schedule.prefilled = True
         self._pulled.discard(request.request_id)
         self.schedules[request.request_id] = schedule
 
     def _answer(
-        self, request: Request, holding: Holding, plan: PagePlan | None
+        self, request: Request, footprint: KVFootprint, plan: PagePlan | None
     ) -> EveryInterval | None:
         """What bounds the answer behind a prefill that is packed by `plan`; None if nothing."""
         settings = self.admissions.of(request).growing
@@ -233,17 +233,17 @@ class Planner:
             added_up=int(request.num_tokens) if adds_up(settings) else None,
             spans=self.admissions.of(request).spans,
         )
-        if not answer.may_pack(self._after(holding, plan, answer.prefilled)):
+        if not answer.may_pack(self._after(footprint, plan, answer.prefilled)):
             # Nobody will ask, and its blocks may be others' too, beside which their sums lie.
             answer.added_up = None
         return answer
 
     @staticmethod
-    def _after(holding: Holding, plan: PagePlan | None, tokens: int) -> Holding:
+    def _after(footprint: KVFootprint, plan: PagePlan | None, tokens: int) -> KVFootprint:
         """What is held once a prefill of `tokens` is packed by `plan`."""
-        after = replace(holding)
+        after = replace(footprint)
         if plan is not None:
-            after.pack(plan, tokens // holding.block_size)
+            after.pack(plan, tokens // footprint.block_size)
         return after
 
     def watched_for(self, request: Request, schedule: RequestSchedule) -> CompressionConfig | None:
@@ -257,13 +257,13 @@ class Planner:
             # after its last chunk, its answer judges it
             waits = schedule.prefilled and schedule.lookahead is not None
             return None if waits else schedule.prefill.settings
-        return self._watched_whole(request, schedule.holding)
+        return self._watched_whole(request, schedule.footprint)
 
-    def _watched_whole(self, request: Request, holding: Holding) -> CompressionConfig | None:
+    def _watched_whole(self, request: Request, footprint: KVFootprint) -> CompressionConfig | None:
         settings = self.admissions.of(request).growing
         if settings is None or not adds_up(settings):
             return None
-        answer = self._answer(request, holding, None)
+        answer = self._answer(request, footprint, None)
         return None if answer is None or answer.added_up is None else settings
 
     def forget(self, request_id: str) -> None:
@@ -292,11 +292,11 @@ class Planner:
         plan = schedule.plan(tokens)
         if schedule.lookahead is not None:
             tokens = schedule.lookahead.due
-            plan = schedule.lookahead.kept(schedule.holding, tokens)
+            plan = schedule.lookahead.kept(schedule.footprint, tokens)
         packed = 0 if plan is None else plan.blocks
-        answer = self._answer(request, schedule.holding, plan)
+        answer = self._answer(request, schedule.footprint, plan)
         if answer is not None:
-            after = self._after(schedule.holding, plan, tokens)
+            after = self._after(schedule.footprint, plan, tokens)
             if answer.most_blocks(after, packed=packed, tokens=answer.last) <= blocks:
                 return
         behind = 0 if plan is None else tokens // size
@@ -334,7 +334,7 @@ class Planner:
             return min(pieces.first_end - own, pieces.tokens - max(window, 1), max_length)
         decision = self.admissions.of(request)
         settings = decision.settings
-        if self._watched_whole(request, schedule.holding) is not None:
+        if self._watched_whole(request, schedule.footprint) is not None:
             return 0
         # vLLM always recomputes the last token, so it asks for one less.
         tokens = max_length + 1

@@ -24,7 +24,7 @@ from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
-from vllm_kvcompress.engine.scheduling.fence import Fence
+from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
 from vllm_kvcompress.engine.scheduling.usage_notes import UsageNotes
 from vllm_kvcompress.errors import VllmHookError
@@ -41,7 +41,9 @@ class _Compressing:
         self.coordination = Coordination(self.kv_cache_manager)  # type: ignore[attr-defined]
         self.compressed_manager = self.coordination.manager
         others = other_layers_of(self.vllm_config)  # type: ignore[attr-defined]
-        self.compressed_manager.fence = Fence(self.compressed_manager.block_pool, self)
+        self.compressed_manager.deferred_free = DeferredFree(
+            self.compressed_manager.block_pool, self
+        )
         self.compressed_manager.connect(self.requests, others)  # type: ignore[attr-defined]
         self.next_step = NextStep(self, self.coordination)
         self.usage_notes = UsageNotes()
@@ -118,7 +120,7 @@ class _Compressing:
         if tokens:
             # nothing that a server does not send holds a slot for a look-ahead
             admitted = planner.admit(request.request_id, tokens)
-            self.compressed_manager.tally.admitted(*admitted)
+            self.compressed_manager.compression_stats.admitted(*admitted)
         elif request.num_computed_tokens:
             self.kv_cache_manager.free(request)  # type: ignore[attr-defined]
         request.num_computed_tokens = tokens
@@ -148,7 +150,7 @@ class _Compressing:
             end = None if ahead is None else ahead.next_end(num_computed_tokens)
             tokens = tokens if end is None else min(tokens, end - num_computed_tokens)
         elif isinstance(pieces := schedule.prefill, EveryPiece):
-            tokens, probe = pieces.chunk(schedule.holding, num_computed_tokens, tokens)
+            tokens, probe = pieces.chunk(schedule.footprint, num_computed_tokens, tokens)
         return tokens, probe
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -215,7 +217,7 @@ class _Compressing:
         if acknowledged != expected:
             self._stop_lost(plan, acknowledged)
         if report is not None:
-            self.compressed_manager.tally.report(report.packed)
+            self.compressed_manager.compression_stats.report(report.packed)
 
     def _stop_lost(self, plan: StepPlan | None, acknowledged: int | None) -> NoReturn:
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
@@ -244,7 +246,7 @@ class _Compressing:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, and ours beside a KV connector's; `metrics` takes them off."""
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        counts = self.compressed_manager.tally.take()
+        counts = self.compressed_manager.compression_stats.take()
         if stats is not None and counts is not None:
             attach_counts(stats, counts)
         return stats

@@ -27,19 +27,25 @@ class UsageNotes:
 
     def plan(self, step: StepPlan | None) -> None:
         """The prompts that this step compresses, for good or until their look-ahead is over."""
-        for todo in step.told if step is not None else ():
-            plan = todo.plan
-            kept = plan.pages * plan.block_size / plan.num_layers + plan.tail - (todo.answered or 0)
-            self._news[todo.request_id] = {
-                "method": todo.settings.compress,
-                "budget": todo.settings.budget,
-                "prompt_tokens": todo.prompt_tokens,
+        for pack_request in step.told if step is not None else ():
+            plan = pack_request.plan
+            kept = (
+                plan.pages * plan.block_size / plan.num_layers
+                + plan.tail
+                - (pack_request.answered or 0)
+            )
+            self._news[pack_request.request_id] = {
+                "method": pack_request.settings.compress,
+                "budget": pack_request.settings.budget,
+                "prompt_tokens": pack_request.prompt_tokens,
                 "kept_tokens": kept,
             }
-            if todo.answered is not None:
-                self._news[todo.request_id]["lookahead"] = todo.answered
-            if todo.plan.spans:
-                self._news[todo.request_id]["protected_tokens"] = todo.protected_tokens
+            if pack_request.answered is not None:
+                self._news[pack_request.request_id]["lookahead"] = pack_request.answered
+            if pack_request.plan.spans:
+                self._news[pack_request.request_id]["protected_tokens"] = (
+                    pack_request.protected_tokens
+                )
 
     def report(self, packed: Iterable[Packed]) -> None:
         """What a worker has packed."""

@@ -23,7 +23,7 @@ from vllm_kvcompress.errors import ConfigError, VllmHookError
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.method_of import judging_ends, method_of
+from vllm_kvcompress.settings.method_of import method_of, scoring_query_counts
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
 
 logger = init_logger("vllm.kvcompress")
@@ -153,7 +153,7 @@ def _log_settings(settings: CompressionConfig, *, prefix_caching: bool, block: i
 
 def _judges(settings: CompressionConfig) -> str:
     """Which tokens judge a prompt's pieces."""
-    first, last = judging_ends(settings)
+    first, last = scoring_query_counts(settings)
     if not last:
         return "their own"
     return f"the prompt's {f'first {first} and ' if first else ''}last {last} tokens"

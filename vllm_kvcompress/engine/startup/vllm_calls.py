@@ -62,7 +62,7 @@ VLLM_CALLS = (
         "vllm.v1.request:RequestStatus.FINISHED_LENGTH_CAPPED",
     ),
     *vllm_hooks(
-        "scheduling.fence",
+        "scheduling.deferred_free",
         "use",
         "we no longer call it",
         "vllm.v1.core.sched.scheduler:Scheduler._free_cow_retained_blocks(blocks, fence_seq)",

@@ -34,7 +34,7 @@ def max_rows(config: VllmConfig) -> int:
 
 
 def max_blocks(config: VllmConfig, settings: CompressionConfig, blocks: int) -> int:
-    """Columns of a layer's table, in a pool of so many blocks."""
+    """AttentionStats of a layer's table, in a pool of so many blocks."""
     return table_columns(sizes_of(config), settings, blocks)
 
 

@@ -1,4 +1,4 @@
-"""VllmHook `worker`: give both of vLLM's runners a probe's tokens, the prompt's first and last ones.
+"""VllmHook `worker`: give both of vLLM's runners a probe's tokens: the prompt's first and last.
 
 To vLLM they are the prompt's next tokens, which the scheduler schedules behind a chunk and then
 takes back. Here the step's own copy of the token ids is changed, so nothing has to be restored.

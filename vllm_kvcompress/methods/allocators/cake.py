@@ -9,8 +9,8 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Cake:
         logs = logs.where((h > 0) & (v > 0), -math.inf)
         return (logs - logs.amax().clamp(min=-sys.float_info.max)).exp()
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
         entropy, shift = _figures(stats, prompt.num_layers)
         caps = torch.full_like(entropy, prompt.past, dtype=torch.int64)

@@ -7,8 +7,8 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import BY_QUERIES, Reads
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
 NORMS = ("layer_minmax", "head_minmax", "raw")
 
@@ -62,7 +62,7 @@ class D2O:
         mean = variance.mean(-1)
         return _minmax(mean) if self.norm == "layer_minmax" else mean
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64, past tokens to keep: in [0, P], sum `prompt.past_total`."""
         n, past, total = prompt.num_layers, prompt.past, prompt.past_total
         variance = None if stats is None else stats.column_variance

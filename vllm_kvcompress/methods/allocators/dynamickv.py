@@ -9,8 +9,8 @@ import torch
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.allocators.highest import count_highest, ranked, scores_of
 from vllm_kvcompress.methods.base import BY_SCORES, Reads, Use
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class DynamicKV:
         """Layers known at each update."""
         return [*range(self.every, num_layers, self.every), num_layers]
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64, past tokens to keep: in [0, B_max], sum at most ``N * min(base, P)``.
 
         It is less where the caps that earlier updates left hold less. Rounding to pages makes up

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.methods.base import BY_SCORES, Reads, Use
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Global:
     needs_whole_prompt: ClassVar[str] = BY_SCORES
     uses: ClassVar[tuple[Use, ...]] = (Use.ACROSS_LAYERS, Use.AS_SHARES)
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
         scores = scores_of("global", stats, prompt.num_layers)
         counts = count_highest(shares(scores), prompt.past_total * scores.shape[1])

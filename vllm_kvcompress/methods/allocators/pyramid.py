@@ -8,8 +8,8 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 from vllm_kvcompress.methods.budgets import apportion
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Pyramid:
                 " 'uniform' is the flat pyramid"
             )
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64 on the CPU, past tokens to keep: in [0, P], sum ``N * min(base, P)``."""
         n, past, base = prompt.num_layers, prompt.past, min(prompt.base, prompt.past)
         hi = min(2 * base - base / self.beta, past) if n > 1 else base

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import LayerStats, Prompt
+from vllm_kvcompress.methods.budget_spec import BudgetSpec, LayerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,6 @@ class Uniform:
     even: ClassVar[bool] = True
     needs_whole_prompt: ClassVar[str] = ""
 
-    def allocate(self, prompt: Prompt, stats: LayerStats | None = None) -> torch.Tensor:
+    def allocate(self, prompt: BudgetSpec, stats: LayerStats | None = None) -> torch.Tensor:
         """``[N]`` int64 on the CPU: equal, at most P."""
         return torch.full((prompt.num_layers,), min(prompt.base, prompt.past), dtype=torch.int64)

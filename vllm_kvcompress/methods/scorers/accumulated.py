@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.methods.base import BY_QUERIES, Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import pooling
 
 
@@ -31,7 +31,7 @@ class H2O:
     def needs_whole_prompt(self) -> str:
         return BY_QUERIES if self.per_query else ""
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.sums is None:
             raise ValueError("h2o needs the column sums of the whole attention; got none")

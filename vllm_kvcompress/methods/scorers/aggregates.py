@@ -15,7 +15,7 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import pooling
 
 AGGREGATES: Mapping[str, Reads] = {
@@ -50,7 +50,7 @@ def needs_whole_prompt(aggregate: str) -> str:
 
 
 def past_scores(
-    columns: Columns, aggregate: str, lines: int, kind: str, kernel: int
+    columns: AttentionStats, aggregate: str, lines: int, kind: str, kernel: int
 ) -> torch.Tensor:
     """``[lines, P]`` float32: the window's attention to the past, aggregated and pooled.
 

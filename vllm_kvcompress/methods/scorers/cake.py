@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import pooling
 
 
@@ -35,7 +35,7 @@ class CakeIndicator:
             raise ConfigError(f"cake.gamma must be a finite number >= 0, got {self.gamma}")
         pooling.check("cake", "avg", self.kernel)
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.total is None or columns.variance is None:
             raise ValueError("cake needs the window's attention and its variance; got none")

@@ -9,7 +9,7 @@ import torch
 from kvcompress_kernels.value_scores import value_scores, value_scores_of_rows
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import aggregates, pooling
 from vllm_kvcompress.methods.scorers.accumulated import column_means
 
@@ -85,7 +85,7 @@ class Caote:
     def unused(self) -> Mapping[str, str]:
         return aggregates.unused(self.aggregate)
 
-    def weights(self, columns: Columns) -> torch.Tensor:
+    def weights(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hq, S]`` float32 weights of the base scorer, each row of sum 1.
 
         Every column in its slot, also where layers differ in length.
@@ -108,7 +108,7 @@ class Caote:
             return every.div_(every.sum(-1, keepdim=True))
         raise ValueError(f"caote over {self.base} needs the attention that {self.base} reads")
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.values is None:
             raise ValueError("caote needs the cached values; got none")
@@ -128,7 +128,7 @@ class Caote:
         return scores[:, : columns.past]
 
 
-def _in_slots(every: torch.Tensor, columns: Columns, lengths: torch.Tensor) -> torch.Tensor:
+def _in_slots(every: torch.Tensor, columns: AttentionStats, lengths: torch.Tensor) -> torch.Tensor:
     """``[Hq, S]`` of a past and a window behind it: the window moved to where each layer ends.
 
     What pooling spread behind a shorter layer's past falls away.

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvcompress.devices import to_device
 from vllm_kvcompress.methods.base import Reads, Use
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Random:
 
     seed: int = 0
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32 in [0, 1), the same on every device."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + columns.layer)
         drawn = torch.rand(columns.num_kv_heads, columns.past, generator=generator)

@@ -8,7 +8,7 @@ import torch
 
 from kvcompress_kernels.key_cosines import key_cosines
 from vllm_kvcompress.methods.base import BY_KEYS, Reads, Use
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class KeyDiff:
     # Cosines are of one scale in all layers, so that layers may be compared by them as they are.
     unfit: ClassVar[Mapping[Use, str]] = {Use.AS_SHARES: "has scores below 0, which have no shares"}
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32 in [-1, 1], up to rounding."""
         keys = columns.keys
         if keys is None:

@@ -9,7 +9,7 @@ import torch
 from kvcompress_kernels.lag_scores import lag_scores
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import BY_KEYS, Reads, Use
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class LagKV:
                 " are ranked among themselves; 128 is usual"
             )
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32: +inf for sinks, ranks below 1, then the position."""
         keys, values, past = columns.keys, columns.values, columns.past
         if keys is None or values is None:

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads, Use
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class StreamingLLM:
                 f"streamingllm.sinks must be a whole number >= 0, got {self.sinks}; 4 is usual"
             )
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32: +inf for sinks, then the position. Exact below 2**24 tokens."""
         position = torch.arange(columns.past, dtype=torch.float32, device=columns.device)
         position[: self.sinks] = torch.inf

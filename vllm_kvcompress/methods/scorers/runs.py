@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads, Use
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers.cake import CakeIndicator
 
 _WHY = "puts whole runs of tokens before all others, whatever their attention is"
@@ -20,8 +20,8 @@ _WHY = "puts whole runs of tokens before all others, whatever their attention is
 class Runs:
     """CAKE's indicator (arXiv:2503.12491, eq. 9), and whole runs that one query looks at; ours.
 
-    Let ``t[g, j]`` be CAKE's indicator, ``m[g, j]`` the most that a row of `Columns.maximum` and a
-    query head of g attend to token j, and ``r[g, j]`` the sum of ``m[g, i]`` over the run of
+    Let ``t[g, j]`` be CAKE's indicator, ``m[g, j]`` the maximum over the query heads of g of
+    `AttentionStats.maximum` at token j, and ``r[g, j]`` the sum of ``m[g, i]`` over the run of
     `size` tokens that j lies in, the first one from the first token on. Then ``score[g, j]`` is
     ``(1 + gamma) * r[g, j] / attention`` where r is at least `attention`, and ``t[g, j]``, which
     is below ``1 + gamma``, elsewhere.
@@ -59,7 +59,7 @@ class Runs:
     def _indicator(self) -> CakeIndicator:
         return CakeIndicator(gamma=self.gamma, kernel=self.kernel)
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         if columns.maximum is None:
             raise ValueError("runs needs the maximum of the window's attention; got none")

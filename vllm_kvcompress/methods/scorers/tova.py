@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Tova:
     reads: ClassVar[Reads] = Reads.WINDOW
     needs_whole_prompt: ClassVar[str] = ""
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32, equal rows."""
         if columns.last is None:
             raise ValueError("tova needs the attention of the last query; got none")

@@ -7,7 +7,7 @@ import torch
 
 from kvcompress_kernels.value_norms import value_norms
 from vllm_kvcompress.methods.base import Reads
-from vllm_kvcompress.methods.prompt import Columns
+from vllm_kvcompress.methods.budget_spec import AttentionStats
 from vllm_kvcompress.methods.scorers import aggregates, pooling
 
 
@@ -51,14 +51,14 @@ class SnapKV:
     def unused(self) -> Mapping[str, str]:
         return aggregates.unused(self.aggregate)
 
-    def score(self, columns: Columns) -> torch.Tensor:
+    def score(self, columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32."""
         lines, kind, kernel = columns.num_kv_heads, self.pooling, self.kernel
         scores = aggregates.past_scores(columns, self.aggregate, lines, kind, kernel)
         return scores * self._value_shares(columns) if self.value_norm else scores
 
     @staticmethod
-    def _value_shares(columns: Columns) -> torch.Tensor:
+    def _value_shares(columns: AttentionStats) -> torch.Tensor:
         """``[Hkv, P]`` float32, rows of sum 1; 0 where all values of a KV head are."""
         values = columns.values
         if values is None:

@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class BudgetSpec:
     """What an allocator may know of one prompt. Lengths are tokens per KV head.
 
     Args:
@@ -26,19 +26,19 @@ class Prompt:
     protected: int = 0
 
     @property
-    def standing(self) -> int:
+    def always_kept(self) -> int:
         """Tokens of each layer that are kept in any case, w and those that are protected."""
         return self.window + self.protected
 
     @property
     def past(self) -> int:
         """Evictable tokens, ``S - w`` where none is protected."""
-        return max(self.tokens - self.standing, 0)
+        return max(self.tokens - self.always_kept, 0)
 
     @property
     def base(self) -> int:
         """Mean past tokens to keep per layer, ``B - w`` where none is protected."""
-        return self.budget - self.standing
+        return self.budget - self.always_kept
 
     @property
     def kept(self) -> int:
@@ -50,7 +50,7 @@ class Prompt:
         """Past tokens to keep over all layers, at most all of them."""
         if self.total is None:
             return self.num_layers * min(self.base, self.past)
-        return min(self.total - self.num_layers * self.standing, self.num_layers * self.past)
+        return min(self.total - self.num_layers * self.always_kept, self.num_layers * self.past)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class PagedValues:
 
     Args:
         value_pages: ``[N, Hkv, block_size, D]``.
-        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order; of several layers
-            ``[layers, ceil(tokens / block_size)]``, where `Columns.lengths` says what is read.
+        pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order. Several layers
+            have ``[layers, ceil(tokens / block_size)]``, and `AttentionStats.lengths` limits each.
         tokens: prompt length S, or the longest layer's.
         scale: factor on the cached values of one layer; of several, which are not compared, 1.
     """
@@ -105,7 +105,7 @@ class PagedValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class AttentionStats:
     """What a scorer may know of one layer's attention, reduced to one figure per key.
 
     Several layers come as one with as many heads, a layer's heads side by side. Where they differ

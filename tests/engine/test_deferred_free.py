@@ -1,6 +1,6 @@
 """Blocks that are freed while steps overlap and a connector may write: when others may have them.
 
-A stand-in: the engine is real, with async scheduling, and no connector is there (`fenced`).
+A stand-in: the engine is real, with async scheduling, and no connector is there (`deferred`).
 """
 
 from types import SimpleNamespace
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from checkpoints import make, tokens
+from deferred_frees import defer_frees
 from engines import engine, first_runner, settings
-from fenced import fence
-from vllm_kvcompress.engine.scheduling.fence import Fence
+from vllm_kvcompress.engine.scheduling.deferred_free import DeferredFree
 
 pytestmark = first_runner
 
@@ -32,7 +32,7 @@ def test_a_block_is_nobody_elses_before_the_step_that_reads_it_has_ended(
     """Two requests share a prefix, and are packed in steps that overlap with the next ones."""
     prompt, answers, freed = tokens(LENGTH, seed=1), [], []
     prompts = [prompt, prompt[:200] + tokens(217, seed=2), tokens(300, seed=3)]
-    for fenced in (False, True):
+    for deferred in (False, True):
         with engine(
             model,
             additional_config=config(),
@@ -41,8 +41,8 @@ def test_a_block_is_nobody_elses_before_the_step_that_reads_it_has_ended(
             max_num_batched_tokens=512,
         ) as llm:
             seen = Seen(llm)
-            if fenced:
-                fence(llm)
+            if deferred:
+                defer_frees(llm)
             free = llm.free_blocks
             llm.generate([prompt[:200]], 1)  # their prefix is found in the cache
             answers.append(llm.generate(prompts, 40))
@@ -50,7 +50,7 @@ def test_a_block_is_nobody_elses_before_the_step_that_reads_it_has_ended(
             assert llm.free_blocks == free
             assert seen.packed == 3
             # without it they are free at once, which is what the fence is for
-            assert seen.early == (0 if fenced else seen.returned)
+            assert seen.early == (0 if deferred else seen.returned)
             assert seen.overlapped > 0
         freed.append(watched("freed_blocks"))
     assert answers[0] == answers[1]
@@ -77,9 +77,9 @@ class Seen:
         reads = []
 
         def handing_over(pending):
-            pack, holding, own = pending
+            pack, footprint, own = pending
             kept = {block.block_id for block in own}
-            read = manager.ordinary(pack.request_id, holding, pack.tokens)
+            read = manager.ordinary(pack.request_id, footprint, pack.tokens)
             reads.extend(block for block in read if block.block_id not in kept)
             self.packed += 1
             return hand_over(pending)
@@ -112,15 +112,15 @@ def test_what_waits_is_counted_once_and_only_if_nobody_else_reads_it():
     scheduler = SimpleNamespace(
         defer_block_free=True, deferred_frees=[(1, [mine, shared, both]), (2, [both])]
     )
-    assert Fence(None, scheduler).held() == 2
+    assert DeferredFree(None, scheduler).held() == 2
     scheduler.defer_block_free = False
-    assert Fence(None, scheduler).held() == 0
+    assert DeferredFree(None, scheduler).held() == 0
 
 
 def test_without_a_connector_nothing_waits(model):
     """vLLM frees at once, and so do we."""
     with engine(model, additional_config=config()) as llm:
-        assert not llm.manager.fence.holds
+        assert not llm.manager.deferred_free.holds
         llm.generate([tokens(LENGTH, seed=4)], 20)
         assert not llm.scheduler.deferred_frees
 
@@ -135,7 +135,7 @@ def test_who_leaves_while_a_step_is_under_way_keeps_its_blocks_until_it_is_over(
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "async_scheduling": True}
     with engine(model, additional_config=config(), **options) as llm:
         want = [llm.generate([prompt], 40)[0] for prompt in prompts]
-        fence(llm)
+        defer_frees(llm)
         free, cuts = llm.free_blocks, llm.watch_preemptions()
         for at, prompt in enumerate(prompts):
             llm.submit(str(at), prompt, 40)

@@ -6,7 +6,7 @@ from vllm_kvcompress.methods.page_plan import PagePlan
 
 
 @dataclass(slots=True, kw_only=True)
-class Holding:
+class KVFootprint:
     """What one request holds: pages that its layers divide, then ordinary blocks.
 
     Args:

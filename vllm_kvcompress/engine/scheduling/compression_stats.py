@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_kvcompress.engine.messages.counts import Counts
-from vllm_kvcompress.engine.messages.step import Pack, Packed
+from vllm_kvcompress.engine.messages.step import Packed, PackRequest
 
 
 @dataclass(slots=True)
-class Tally:
+class CompressionStats:
     """Counts since the last `take`.
 
     Args:
@@ -52,7 +52,9 @@ class Tally:
         if reason:
             self.skipped[reason] += 1
 
-    def pack(self, pack: Pack, returned: int, *, first: bool, own: int, piecewise: bool) -> None:
+    def pack(
+        self, pack: PackRequest, returned: int, *, first: bool, own: int, piecewise: bool
+    ) -> None:
         """Add a request that the workers are to pack.
 
         Args:

@@ -13,7 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
-class Fence:
+class DeferredFree:
     """Frees blocks of one scheduler's pool, by vLLM's own rule.
 
     Args:

@@ -21,7 +21,7 @@ LATEST = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class PagedLayers:
     """What N layers hold, of one request or of several.
 
     Args:
@@ -51,7 +51,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def some(self, part: slice) -> "Rows":
+    def some(self, part: slice) -> "PagedLayers":
         """Some of these rows."""
         return replace(
             self,
@@ -64,7 +64,7 @@ class Rows:
         )
 
 
-def attention_paid(rows: Rows, query: torch.Tensor, at_once: int) -> torch.Tensor:
+def attention_paid(rows: PagedLayers, query: torch.Tensor, at_once: int) -> torch.Tensor:
     """Attention that the last r queries paid to every slot, the mean over a KV head's query heads.
 
     Nothing was dropped since the first of them: each saw the slots up to its own.
@@ -81,7 +81,7 @@ def attention_paid(rows: Rows, query: torch.Tensor, at_once: int) -> torch.Tenso
     return torch.cat([_paid(rows.some(part), query[part]) for part in parts])
 
 
-def _paid(rows: Rows, query: torch.Tensor) -> torch.Tensor:
+def _paid(rows: PagedLayers, query: torch.Tensor) -> torch.Tensor:
     kv_heads, latest = rows.key_pages.shape[1], query.shape[1]
     assert rows.lengths is not None
     paid = query.new_zeros(len(query), kv_heads, rows.most, dtype=torch.float32)

@@ -10,8 +10,8 @@ from vllm_kvcompress.methods.allocators.pyramid import Pyramid
 from vllm_kvcompress.methods.allocators.uniform import Uniform
 from vllm_kvcompress.methods.method import layer_pages
 from vllm_kvcompress.methods.page_plan import PagePlan
+from vllm_kvcompress.methods.paged_layers import PagedLayers, attention_paid
 from vllm_kvcompress.methods.presets import PRESETS
-from vllm_kvcompress.methods.rows import Rows, attention_paid
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.method_of import method_of
 
@@ -40,7 +40,7 @@ def held(lengths, window, seed, spare=3):
             page = own[slot // BLOCK]
             cache[page, :, :, slot % BLOCK] = torch.from_numpy(key[:, slot]).float()
             stored[page, :, slot % BLOCK] = torch.from_numpy(value[:, slot]).float()
-    rows = Rows(
+    rows = PagedLayers(
         key_pages=cache,
         value_pages=stored,
         pages=pages,
@@ -156,7 +156,7 @@ def test_attention_that_the_latest_queries_paid(latest, monkeypatch):
     rows, tokens, query = held(lengths, latest, seed=latest)
     asked = torch.from_numpy(query).float()
     for together in (128, 4):
-        monkeypatch.setattr("vllm_kvcompress.methods.rows.LATEST", together)
+        monkeypatch.setattr("vllm_kvcompress.methods.paged_layers.LATEST", together)
         paid = attention_paid(rows, asked, at_once=2)
         for row, ((key, _), length) in enumerate(zip(tokens, lengths, strict=True)):
             want = torch.from_numpy(paid_by(query[row], key))

@@ -8,7 +8,7 @@ from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import largest_budgets
 
 
-def standing_blocks(
+def uncompressed_prompt_blocks(
     settings: CompressionConfig, num_layers: int, block_size: int, longest: int
 ) -> int:
     """Blocks that one request takes at most while its prompt of up to `longest` is computed.

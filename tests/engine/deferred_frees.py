@@ -5,7 +5,7 @@ what vLLM's scheduler does as soon as steps overlap and a connector pulls.
 """
 
 
-def fence(llm):
+def defer_frees(llm):
     from vllm_kvcompress.engine.scheduling.next_step import NextStep
 
     scheduler = llm.scheduler
