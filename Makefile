@@ -16,7 +16,7 @@ DOCS := .cache/docs
 PEERS := .cache/peers
 PORT ?= 8000
 
-.PHONY: help setup packages model demo serve test soak lint docs compat kernels-sm90 bench gate peers locks sbom clean
+.PHONY: help setup packages model demo serve quick test soak lint docs compat kernels-sm90 bench gate peers locks sbom clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -46,6 +46,15 @@ demo: model  ## vLLM alone and the compressed server, asked the same
 
 serve: model  ## the compressed server, left running on PORT
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) --serve --port $(PORT)
+
+# Every test here runs without an engine or a server. Start with this one while you work.
+QUICK := tests/methods tests/settings tests/planning tests/kernels tests/test_house.py
+quick: setup  ## lint, types, and the tests of methods, settings, planning and kernels: under a minute
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile \
+	  --ignore tests/kernels/test_in_interpreter.py --ignore tests/kernels/test_report.py $(QUICK)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -82,7 +82,7 @@ def test_as_many_layers_as_the_memory_holds():
 @pytest.mark.parametrize("token_major", [True, False])
 def test_what_no_op_may_read_is_nan(token_major):
     shape = replace(TINY, token_major=token_major)
-    p = prompt.BudgetSpec(shape, CPU, 0)
+    p = prompt.Prompt(shape, CPU, 0)
     assert int((~p.pool.isnan()).sum()) == 2 * 90 * 2 * 2 * 8
     for pages in p.pages:
         keys = p.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)

@@ -13,9 +13,7 @@ from benchmarks.peers import __main__ as command
 from benchmarks.peers import counts, decoding, exchange
 from benchmarks.peers.report import better, markdown, paired, picture, summaries
 
-PROMPT = exchange.BudgetSpec(
-    name="needle0", kind=exchange.NEEDLE, ids=(1, 2), said=(3,), answer="7"
-)
+PROMPT = exchange.Prompt(name="needle0", kind=exchange.NEEDLE, ids=(1, 2), said=(3,), answer="7")
 
 
 def result(**fields: object) -> exchange.Result:
@@ -192,7 +190,7 @@ def test_records_come_back_as_they_were(tmp_path):
     exchange.append(path, lines[1])
     assert exchange.read(path, exchange.Result) == lines
     exchange.write(tmp_path / "prompts.jsonl", [PROMPT])
-    assert exchange.read(tmp_path / "prompts.jsonl", exchange.BudgetSpec) == [PROMPT]
+    assert exchange.read(tmp_path / "prompts.jsonl", exchange.Prompt) == [PROMPT]
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"name": "a"}', '{"other": 1}', "{", '{"kind": "x"}'])
@@ -200,8 +198,8 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     exchange.write(path, [PROMPT])
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=r"line 2, must be a BudgetSpec: .*delete the file"):
-        exchange.read(path, exchange.BudgetSpec)
+    with pytest.raises(ValueError, match=r"line 2, must be a Prompt: .*delete the file"):
+        exchange.read(path, exchange.Prompt)
 
 
 def test_another_runs_folder_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_added_attention import Sums
 from test_decode_budgets import INTERVAL, Replay, rounded
-from test_prompts_in_pieces import PIECE, WHOLE, BudgetSpec
+from test_prompts_in_pieces import PIECE, WHOLE, PieceReplay
 
 BOUND, ANSWER, WINDOW = 160, 170, {"h2o": 8, "d2o": 0}
 
@@ -26,7 +26,7 @@ def piecewise(method, budget, **more):
     return settings(method, budget, max_whole=WHOLE, piece=PIECE, **own, **more)
 
 
-class Added(Sums, BudgetSpec):
+class Added(Sums, PieceReplay):
     """A prompt in pieces, and behind it an answer that is bounded by `BOUND`."""
 
     def __init__(self, method, shape, seen, prompt, budget) -> None:
@@ -39,7 +39,7 @@ class Added(Sums, BudgetSpec):
         if computed > self.prompt:
             Replay.after(self, computed)
             return
-        BudgetSpec.after(self, computed)
+        PieceReplay.after(self, computed)
         if computed == self.prompt:
             self.boundaries, self.packed_at, self.budget = self.packed_at, [], BOUND
 

@@ -13,7 +13,7 @@ from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay, least_pages
 from test_probes import PROBE, Guided
-from test_prompts_in_pieces import PIECE, BudgetSpec
+from test_prompts_in_pieces import PIECE, PieceReplay
 from vllm_kvcompress.planning.schedules import LookAhead
 
 AHEAD, BUDGET = 12, 0.3
@@ -25,7 +25,7 @@ def ahead(method="cake", budget=BUDGET, lookahead=AHEAD, **more):
     return settings(method, budget, lookahead=lookahead, **more)
 
 
-class Ahead(BudgetSpec):
+class Ahead(PieceReplay):
     """A prompt of S tokens that is packed once m tokens of its answer are computed.
 
     Perhaps in pieces before that, and again and again behind it.

@@ -15,7 +15,7 @@ from checkpoints import SHAPES, make, tokens
 from configuring import configure
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import kept_of_heads, least_pages, rounded, scores_of
-from test_prompts_in_pieces import IN_CHUNKS, PIECE, WHOLE, BudgetSpec, piecewise, shares
+from test_prompts_in_pieces import IN_CHUNKS, PIECE, WHOLE, PieceReplay, piecewise, shares
 from vllm_kvcompress.errors import ConfigError
 
 FIRST, LAST = 10, 14
@@ -44,7 +44,7 @@ def without_probes(seen, prompt):
     return own, behind
 
 
-class Guided(BudgetSpec):
+class Guided(PieceReplay):
     """A prompt whose pieces are judged by the rows of their probes."""
 
     def __init__(self, method, shape, seen, prompt, budget) -> None:

@@ -37,7 +37,7 @@ def piecewise(method="cake", budget=0.4, probe=16, **more):
     return settings(method, budget, **(own | more))
 
 
-class BudgetSpec(Replay):
+class PieceReplay(Replay):
     """A prompt of S tokens that may keep B of each layer, packed every `PIECE` tokens."""
 
     def __init__(self, method, shape, seen, prompt, budget) -> None:
@@ -128,7 +128,7 @@ def test_every_token_reads_what_the_reference_holds(method, length, checkpoints_
         assert llm.free_blocks == free
     kept = -(-(shape.layers * budget // BLOCK) // shape.layers)
     assert most <= kept + PIECE // BLOCK + 1
-    replay = BudgetSpec(method, shape, seen, length, budget)
+    replay = PieceReplay(method, shape, seen, length, budget)
     replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 3

@@ -10,7 +10,7 @@ from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
 from test_decode_budgets import INTERVAL, Replay
 from test_lookahead import AHEAD, BUDGET, Ahead, InPieces, ahead
-from test_prompts_in_pieces import IN_CHUNKS, PIECE, BudgetSpec, piecewise
+from test_prompts_in_pieces import IN_CHUNKS, PIECE, PieceReplay, piecewise
 from vllm_kvcompress.settings.protection import parse_protect
 
 NAME = "llama-gqa"
@@ -51,7 +51,7 @@ def recorded(folder, config, prompt, answer, spans, **options):
     return seen, packed
 
 
-class AtEnd(BudgetSpec):
+class AtEnd(PieceReplay):
     """A prompt that is packed when its prefill ends."""
 
     def __init__(self, method, shape, seen, prompt, budget, window) -> None:
@@ -134,7 +134,7 @@ def test_pieces_keep_the_spans_of_earlier_ones(method, checkpoints_folder):
     length, answer, spans = 531, 20, ["2:12", "90:101", "200:201", "500:520"]
     config = piecewise(method, 0.4, probe=0)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
-    replay = BudgetSpec(method, SHAPES[NAME], seen, length, int(length * 0.4))
+    replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
     replay.protected = protected(spans)
     replay.to_the_end(length + answer)
     assert len(replay.packed_at) >= 3
@@ -241,7 +241,7 @@ def test_a_probe_shorter_than_the_window_leaves_it_behind_what_was_packed(
     config = settings(method, 0.4, **more)
     seen, _ = recorded(checkpoints_folder, config, tokens(length, seed=5), answer, spans)
     if probe < 16:
-        replay = BudgetSpec(method, SHAPES[NAME], seen, length, int(length * 0.4))
+        replay = PieceReplay(method, SHAPES[NAME], seen, length, int(length * 0.4))
         replay.w, replay.inside = 16, (300 - PIECE - BLOCK) // BLOCK * BLOCK
         replay.protected = protected(spans)
         replay.to_the_end(length + answer)

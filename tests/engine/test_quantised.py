@@ -16,7 +16,7 @@ from test_added_pieces import ANSWER, BOUND, INTERVAL, Added
 from test_added_pieces import piecewise as and_bounded
 from test_methods import LENGTHS, NEW, PROMPTS, pages_of, record, watch_selections
 from test_probes import PROBE, Guided
-from test_prompts_in_pieces import BudgetSpec
+from test_prompts_in_pieces import PieceReplay
 from test_prompts_in_pieces import piecewise as in_pieces
 from vllm_kvcompress.engine.compression.tiled_mover import TiledMover
 from vllm_kvcompress.methods.presets import PRESETS
@@ -76,7 +76,7 @@ def test_every_token_reads_what_the_reference_holds(method, stored, models):
         llm.drain()
         assert llm.free_blocks == free
     # what goes by positions needs no probe
-    by = BudgetSpec if method == "streamingllm" else Guided
+    by = PieceReplay if method == "streamingllm" else Guided
     replay = by(method, shape, seen, length, int(length * 0.4))
     quantise(replay, stored)
     replay.to_the_end(length + answer)

@@ -20,7 +20,7 @@ from engines import BLOCKS, V2, engine, first_runner, settings, with_states
 from stand_in_torchvision import in_a_fork
 from test_decode_budgets import Replay
 from test_lookahead import Ahead, ahead
-from test_prompts_in_pieces import BudgetSpec, piecewise
+from test_prompts_in_pieces import PieceReplay, piecewise
 from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.page_plan import page_plan
@@ -81,7 +81,7 @@ def test_every_token_of_a_prompt_in_pieces_reads_what_the_reference_holds(
         llm.submit("r", tokens(length, seed=5), answer)
         llm.drain()
         assert llm.free_blocks == free
-    replay = BudgetSpec("cake", full_layers(name, seen), seen, length, int(length * 0.5))
+    replay = PieceReplay("cake", full_layers(name, seen), seen, length, int(length * 0.5))
     replay.to_the_end(length + answer)
     assert replay.packed_at[-1] == length
     assert len(replay.packed_at) >= 2

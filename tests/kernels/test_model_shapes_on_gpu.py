@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.ops import OPS, wrong
-from benchmarks.gpu.prompt import BudgetSpec, DecodeStep, Shape
+from benchmarks.gpu.prompt import DecodeStep, Prompt, Shape
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def shape(request, gpu):
     return shape
 
 
-@pytest.fixture(scope="module", params=(BudgetSpec, DecodeStep), ids=lambda kind: kind.__name__)
+@pytest.fixture(scope="module", params=(Prompt, DecodeStep), ids=lambda kind: kind.__name__)
 def work(request, shape, gpu):
     return request.param(shape, gpu, 0)
 
