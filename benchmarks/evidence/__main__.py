@@ -32,7 +32,7 @@ from benchmarks.evidence.texts import TASK, text_items
 from benchmarks.evidence.variants import VARIANTS
 from benchmarks.origin import commit, machine
 from vllm_kvcompress.compare.measures import loops, similarity
-from vllm_kvcompress.compare.tasks import JUDGED, TASKS, Item, build_items
+from vllm_kvcompress.compare.tasks import SCORED, TASKS, Item, build_items
 from vllm_kvcompress.methods.base import Reads
 from vllm_kvcompress.methods.presets import PRESETS
 from vllm_kvcompress.settings.method_of import method_of
@@ -144,7 +144,7 @@ def measure_task(
     for line in lines(args.out):
         if all(line.get(key) == value for key, value in where.items()):
             known.setdefault(line["item"], set()).add((line["method"], line["budget"]))
-            if line["method"] == FULL and not line["score"] and task in JUDGED:
+            if line["method"] == FULL and not line["score"] and task in SCORED:
                 known[line["item"]].add(("unknown", 0.0))
     items = items_of(reader, args, task)
     begins: dict[str, list[int]] = {}
@@ -198,7 +198,7 @@ def items_of(reader: Reader, args: argparse.Namespace, task: str) -> list[Item]:
         return [roomy(item, args.max_tokens) for item in items]
     items = build_items(
         [task],
-        count=args.count * (MOST_ASKED if task in JUDGED else 1),
+        count=args.count * (MOST_ASKED if task in SCORED else 1),
         tokens=args.tokens,
         seed=args.seed,
         question="last" if args.question in (OPEN, LATE) else args.question,

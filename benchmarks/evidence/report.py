@@ -15,7 +15,7 @@ from benchmarks.evidence.obeyed import LEGEND as OF_RULES
 from benchmarks.evidence.obeyed import obeyed
 from benchmarks.evidence.picture import save_picture
 from benchmarks.evidence.variants import AT_ONCE, VARIANTS
-from vllm_kvcompress.compare.tasks import JUDGED
+from vllm_kvcompress.compare.tasks import SCORED
 from vllm_kvcompress.methods.presets import RECOMMENDED
 
 Where = tuple[str, str, int]
@@ -56,7 +56,7 @@ def markdown(
             parts += [LEGEND, *along(ordinary)]
         here = [cell for cell in here if cell.task != ORDINARY]
         tasks = list(dict.fromkeys(cell.task for cell in here if cell.task != ALL))
-        known = [task for task in tasks if task in JUDGED]
+        known = [task for task in tasks if task in SCORED]
         told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in known)
         if told:
             parts.append(f"The full cache answered, at least in part: {told}.\n")

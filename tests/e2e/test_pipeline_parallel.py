@@ -55,7 +55,7 @@ FAILING = "streamingllm"  # the method of the round that ends the engine, its la
 FIRST_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
     "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
-    f"any(job.todo.settings.compress == {FAILING!r} for job in jobs)"
+    f"any(job.pack_request.settings.compress == {FAILING!r} for job in jobs)"
     " and module.torch.distributed.get_rank() == 0 and module.torch.empty(2**60),"
     " run(self, jobs))[1]",
 )

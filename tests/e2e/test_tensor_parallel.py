@@ -60,7 +60,7 @@ def asks(method: str, new: int) -> dict[str, Any]:
 SECOND_FAILS = broken(
     "vllm_kvcompress.engine.compression.packer",
     "run = module.Packer.run; module.Packer.run = lambda self, jobs: ("
-    "any(job.todo.settings.compress + ' ahead' * (job.todo.answered is not None)"
+    "any(job.pack_request.settings.compress + ' ahead' * (job.pack_request.answered is not None)"
     " == __import__('os').environ.get('CANNOT_PACK') for job in jobs)"
     " and module.torch.distributed.get_rank() == 1 and module.torch.empty(2**60),"
     " run(self, jobs))[1]",

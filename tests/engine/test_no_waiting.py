@@ -65,7 +65,9 @@ def test_a_prefill_that_ends(preset, in_place, monkeypatch):
     monkeypatch.setattr(
         page_pool, "async_tensor_h2d", lambda values, device, dtype: uploaded(values, dtype, device)
     )
-    monkeypatch.setattr(warm_up, "Pack", lambda **given: pack(**{**given, "in_place": in_place}))
+    monkeypatch.setattr(
+        warm_up, "PackRequest", lambda **given: pack(**{**given, "in_place": in_place})
+    )
     settings = CompressionConfig.parse({"compress": preset, "budget": 0.3, "min_prompt": 200})
     compressor = PromptCompressor(
         settings,

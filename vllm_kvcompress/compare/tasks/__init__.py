@@ -1,4 +1,4 @@
-"""Built-in tasks, built offline: some after RULER, ordinary requests, and tests of trust."""
+"""Built-in tasks, generated offline: RULER-style tasks, ordinary requests and trust tests."""
 
 import json
 import random
@@ -21,9 +21,9 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 
 __all__ = [
-    "JUDGED",
     "KNOWN",
     "ORDINARY",
+    "SCORED",
     "TASKS",
     "TRUST",
     "CountTokens",
@@ -47,8 +47,8 @@ KNOWN: Mapping[str, Callable[[random.Random], Material]] = {
     "key-values": lists.key_values,
 }
 """Tasks whose right answers are known."""
-JUDGED: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **TRUST}
-"""Tasks whose answers a program judges; the full cache's may be wrong."""
+SCORED: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **TRUST}
+"""Tasks whose answers a program scores. The uncompressed model may answer wrongly."""
 TASKS: Mapping[str, Callable[[random.Random], Material]] = {**KNOWN, **ORDINARY, **TRUST}
 
 
@@ -62,38 +62,39 @@ def build_items(
     count_tokens: CountTokens,
     questions_per_text: int | None = None,
 ) -> list[Item]:
-    """`count` prompts of each task; the same ones for the same arguments.
+    """Return `count` prompts of each task. Equal arguments give equal prompts.
 
     Args:
-        names: of TASKS.
-        count: prompts of each task.
-        tokens: longest prompt, by `count_tokens` of its messages; what a chat template adds comes
-            on top. Texts end with a whole piece, so prompts are a little shorter.
-        seed: of everything that is drawn.
-        question: "last", after the text, or "first", before it. With the question first, how the
-            answer begins does not name what is asked: nothing behind the text does. What is asked
-            in a later turn than the text is asked there.
-        count_tokens: the model's.
-        questions_per_text: most questions about one text; None asks all that it has. Prompts of
-            one text share a group.
+        names: names of tasks, keys of TASKS.
+        count: prompts per task.
+        tokens: maximum prompt length in tokens, by `count_tokens` of its messages. The chat
+            template adds tokens to it. A text ends with a complete piece, so prompts are a little
+            shorter.
+        seed: seed of every random draw.
+        question: "last" puts the question after the text, "first" before it. With "first", the
+            beginning of the answer does not repeat the question, so that nothing after the text
+            names it. A question of a later turn stays in that turn.
+        count_tokens: the model's token count.
+        questions_per_text: maximum questions about one text, None for all. Prompts over one text
+            share a group.
 
     Raises:
-        ConfigError: a task is unknown, or its shortest text does not fit.
+        ConfigError: A task is unknown, or its shortest text does not fit in `tokens`.
     """
     items: list[Item] = []
     for name in names:
         make = choose("task", TASKS, name)
-        made = 0
+        num_items = 0
         text_number = 0
-        while made < count:
+        while num_items < count:
             material = make(random.Random(f"{seed}:{name}:{text_number}"))
-            asked = list(islice(material.questions, questions_per_text))[: count - made]
+            asked = list(islice(material.questions, questions_per_text))[: count - num_items]
             text = _fitting(name, material, asked, tokens, question, count_tokens)
             items += [
                 _item(name, f"{name}/{text_number}", number, material, text, each, question)
                 for number, each in enumerate(asked)
             ]
-            made += len(asked)
+            num_items += len(asked)
             text_number += 1
     return items
 
@@ -101,29 +102,33 @@ def build_items(
 def _messages(
     material: Material, text: str, asked: Question, question: QuestionAt
 ) -> tuple[Message, ...]:
-    # A text may end with an empty line.
-    told = f"{material.intro}\n\n{text.rstrip()}"
+    # The text may end with an empty line.
+    text_message = f"{material.intro}\n\n{text.rstrip()}"
     if not asked.begin:
-        # An ordinary request begins no answer and repeats nothing behind its text.
-        both = (told, asked.ask) if question == "last" else (f"{asked.ask} The text follows.", told)
-        content = "\n\n".join(both)
+        # An ordinary request does not begin the answer and repeats nothing after the text.
+        parts = (
+            (text_message, asked.ask)
+            if question == "last"
+            else (f"{asked.ask} The text follows.", text_message)
+        )
+        content = "\n\n".join(parts)
         if asked.chat is not None:
             return tuple(asked.chat(content, text))
         return ({"role": "user", "content": content},)
     if question == "last":
-        content = f"{told}\n\n{asked.ask}"
+        content = f"{text_message}\n\n{asked.ask}"
         begin = asked.begin
     else:
         content = (
-            f"{asked.ask} The text follows.\n\n{told}\n\n"
+            f"{asked.ask} The text follows.\n\n{text_message}\n\n"
             "Answer the question that was asked before the text."
         )
         begin = "The answer is"
     return {"role": "user", "content": content}, {"role": "assistant", "content": begin}
 
 
-def _written(messages: Sequence[Message], asked: Question) -> str:
-    """All that a prompt says, tools and their calls as JSON."""
+def _plain_text(messages: Sequence[Message], asked: Question) -> str:
+    """Return the text of a prompt, with tools and tool calls as JSON."""
     parts = [json.dumps(tool) for tool in asked.tools]
     for message in messages:
         parts += [json.dumps(call) for call in message.get("tool_calls", ())]
@@ -161,23 +166,23 @@ def _fitting(
     question: QuestionAt,
     count_tokens: CountTokens,
 ) -> str:
-    """The longest text whose longest question still fits."""
+    """Return the longest text that fits in `tokens` together with its longest question."""
     longest = max(asked, key=lambda each: len(each.ask) + len(each.begin))
 
-    def length(pieces: int) -> int:
+    def prompt_tokens(pieces: int) -> int:
         messages = _messages(material, material.text(pieces), longest, question)
-        return count_tokens(_written(messages, longest))
+        return count_tokens(_plain_text(messages, longest))
 
-    low, high = material.least, material.least + 1
-    if (least := length(low)) > tokens:
+    low, high = material.min_pieces, material.min_pieces + 1
+    if (min_tokens := prompt_tokens(low)) > tokens:
         raise ConfigError(
-            f"task {name!r} needs prompts of at least {least} tokens, got a length of {tokens}"
+            f"task {name!r} needs prompts of at least {min_tokens} tokens, got a length of {tokens}"
         )
-    while length(high) <= tokens:
+    while prompt_tokens(high) <= tokens:
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
-        if length(middle) <= tokens:
+        if prompt_tokens(middle) <= tokens:
             low = middle
         else:
             high = middle

@@ -1,4 +1,4 @@
-"""What a task hands out: prompts, and what a right answer names and obeys."""
+"""Data types of the built-in tasks: prompts, expected answers, and rules to check."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,38 +7,39 @@ from statistics import fmean
 from typing import Any, Literal, Protocol
 
 QuestionAt = Literal["last", "first"]
-"""Whether a prompt asks after its text, where an observation window sees it, or before it."""
+"""Where the question stands: after the text, inside the observation window, or before the text."""
 Message = Mapping[str, Any]
-"""A message of a chat, as OpenAI's bodies have it."""
+"""A chat message in the format of the OpenAI API."""
 
 
 class Rule(Protocol):
-    """What a program can check of an answer."""
+    """A property of an answer that a program can check."""
 
     @property
     def name(self) -> str:
-        """What figures of it are called; alike rules of different prompts share it."""
+        """Name in reports. Rules of the same kind share it across prompts."""
 
-    def obeyed(self, answer: str) -> bool: ...
+    def obeyed(self, answer: str) -> bool:
+        """Return whether `answer` obeys the rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One prompt.
+    """One prompt with its expected answer.
 
     Args:
-        name: unlike any other of the run: the task, the number of the text, that of the question.
-        task: what it belongs to.
-        messages: chat messages, as a body has them. Where the last one is the assistant's, it
-            begins the answer, and the model goes on from there.
-        answers: what a full answer names; empty where nobody knows.
-        rules: what a right answer obeys; no two have the same name.
-        max_tokens: tokens that a full answer has room in.
-        group: prompts over the same text, which are no independent samples; None for one that
-            stands alone.
-        tools: schemas of functions that the model is told of, as a body has them.
-        turns: numbers of its first messages that are asked before, as earlier turns of the same
-            chat; what is answered then is not used.
+        name: unique within a run: task, text number and question number.
+        task: name of the task.
+        messages: chat messages in the format of the OpenAI API. If the last message is the
+            assistant's, the model continues it.
+        answers: words that a complete answer names. Empty if the right answer is unknown.
+        max_tokens: output tokens that a complete answer fits in.
+        group: shared by prompts over the same text, which are not independent samples. None for
+            a prompt whose text nobody else uses.
+        rules: rules that a right answer obeys. Their names are distinct.
+        tools: function schemas in the format of the OpenAI API.
+        turns: for each earlier turn of the chat, how many of the first messages it sends. The
+            answers of these turns are discarded.
     """
 
     name: str
@@ -53,18 +54,18 @@ class Item:
 
     @property
     def known(self) -> bool:
-        """Whether anything is known of a right answer."""
+        """Return whether the prompt has expected answers or rules."""
         return bool(self.answers or self.rules)
 
     def obeyed(self, answer: str) -> dict[str, bool]:
-        """Of each rule, by its name, whether this answer obeys it."""
+        """Return for each rule name whether `answer` obeys the rule."""
         return {rule.name: rule.obeyed(answer) for rule in self.rules}
 
     def score(self, answer: str) -> float:
-        """Share of what is known of a right answer that holds of this one; 0 where nothing is."""
-        held = [float(each) for each in self.obeyed(answer).values()]
-        held += [float(names(each, answer)) for each in self.answers]
-        return fmean(held) if held else 0.0
+        """Return the share of rules obeyed and words named, or 0 if the prompt has neither."""
+        checks = [float(obeyed) for obeyed in self.obeyed(answer).values()]
+        checks += [float(names(expected, answer)) for expected in self.answers]
+        return fmean(checks) if checks else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +74,11 @@ class Question:
 
     Args:
         ask: the question.
-        begin: how the answer begins, so that a model that talks much answers all the same; empty
-            where it begins itself.
-        answers: what a full answer names; empty where nobody knows.
-        max_tokens: tokens that it has room in.
-        rules: what a right answer obeys.
-        chat: of the message with text and question, and of the text alone, the chat around it; None
-            where that message is all, and how the answer begins.
-        tools: as in `Item`.
-        turns: likewise.
+        begin: first words of the answer, sent as the assistant's message so that a talkative model
+            answers within `max_tokens`. Empty to let the model begin.
+        answers, max_tokens, rules, tools, turns: as in `Item`.
+        chat: called with the message that holds text and question, and with the text alone.
+            Returns the chat to send. None sends the message, followed by `begin` if there is one.
     """
 
     ask: str
@@ -99,33 +96,34 @@ class Material:
     """A text of any length, and questions about it.
 
     Args:
-        intro: what the reader is told before it.
-        pieces: the text in so many pieces; more pieces make a longer text.
-        least: fewest pieces that answer every question.
-        joiner: what stands between two pieces.
-        questions: each can be answered from the text alone.
+        intro: sentence before the text.
+        pieces: returns the text as the given number of pieces. More pieces make a longer text.
+        min_pieces: fewest pieces with which every question can be answered.
+        joiner: separator between two pieces.
+        questions: questions that the text alone answers.
     """
 
     intro: str
     pieces: Callable[[int], list[str]]
-    least: int
+    min_pieces: int
     joiner: str
     questions: Sequence[Question]
 
     def text(self, count: int) -> str:
+        """Return the text made of `count` pieces."""
         return self.joiner.join(self.pieces(count))
 
 
 class CountTokens(Protocol):
-    """How many tokens a model makes of a text."""
+    """Count the tokens of a text for one model."""
 
     def __call__(self, text: str, /) -> int: ...
 
 
 def score(answers: Sequence[str], text: str) -> float:
-    """Share of `answers` that `text` names, as whole words, capital letters or not.
+    """Return the share of `answers` that `text` names as whole words, ignoring case.
 
-    A number must stand alone: 123 is not named by 41234. Nothing to name scores 0.
+    Text "41234" does not name 123. Returns 0 if `answers` is empty.
     """
     if not answers:
         return 0.0
@@ -133,5 +131,5 @@ def score(answers: Sequence[str], text: str) -> float:
 
 
 def names(answer: str, text: str) -> bool:
-    """Whether a text names an answer, as a whole word, capital letters or not."""
+    """Return whether `text` contains `answer` as a whole word, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None

@@ -12,12 +12,12 @@ from vllm_kvcompress.compare.tasks.items import Material, Question
 from vllm_kvcompress.compare.tasks.prose import THINGS, number, pairs, sentences, syllables
 
 _CHAINS, _HOPS = 4, 4
-_COMMON, _OFTEN, _SELDOM = 10, 30, 3
+_COMMON, _COMMON_REPEATS, _RARE_REPEATS = 10, 30, 3
 _FREQUENT = 3
 
 
 def variable_tracking(rng: random.Random) -> Material:
-    """Four chains of five variables in prose: which ones have a value (vt; RULER has one chain)."""
+    """Four chains of five variables in prose; asks which have a value (RULER vt has one chain)."""
     taken: set[str] = set()
     lines: list[list[str]] = []
     questions = []
@@ -34,10 +34,12 @@ def variable_tracking(rng: random.Random) -> Material:
                 max_tokens=48,
             )
         )
-    # a chain's lines stand in their order, and the chains run through one another
-    turns = rng.sample([c for c in range(_CHAINS) for _ in range(_HOPS + 1)], _CHAINS * (_HOPS + 1))
+    # Interleave the chains, keeping the lines of each chain in order.
+    line_order = rng.sample(
+        [c for c in range(_CHAINS) for _ in range(_HOPS + 1)], _CHAINS * (_HOPS + 1)
+    )
     rest = [iter(each) for each in lines]
-    ordered = [next(rest[turn]) for turn in turns]
+    ordered = [next(rest[chain_index]) for chain_index in line_order]
     depths = sorted(rng.random() for _ in ordered)
     seed = rng.random()
 
@@ -50,27 +52,27 @@ def variable_tracking(rng: random.Random) -> Material:
     return Material(
         intro="Variables are assigned in the following text. Keep track of their values.",
         pieces=pieces,
-        least=0,
+        min_pieces=0,
         joiner=" ",
         questions=questions,
     )
 
 
 def common_words(rng: random.Random) -> Material:
-    """Ten words stand in a list thirty times each, the others three times (cwe)."""
+    """A word list in which ten words occur thirty times and the others three times (RULER cwe)."""
     names = rng.sample(THINGS, len(THINGS))
     common, others = names[:_COMMON], names[_COMMON:]
     seed, taken = rng.random(), set(names)
 
-    def seldom() -> Iterator[str]:
+    def rare_words() -> Iterator[str]:
         more = random.Random(seed)
-        own = set(taken)
-        return chain(others, (syllables(more, own) for _ in repeat(None)))
+        used = set(taken)
+        return chain(others, (syllables(more, used) for _ in repeat(None)))
 
     def pieces(count: int) -> list[str]:
-        rare = islice(seldom(), max(count - _COMMON * _OFTEN, 0) // _SELDOM)
-        words = [word for word in common for _ in range(_OFTEN)]
-        words += [word for word in rare for _ in range(_SELDOM)]
+        rare = islice(rare_words(), max(count - _COMMON * _COMMON_REPEATS, 0) // _RARE_REPEATS)
+        words = [word for word in common for _ in range(_COMMON_REPEATS)]
+        words += [word for word in rare for _ in range(_RARE_REPEATS)]
         random.Random(seed).shuffle(words)
         return [f"{place}. {word}" for place, word in enumerate(words, 1)]
 
@@ -83,14 +85,14 @@ def common_words(rng: random.Random) -> Material:
     return Material(
         intro="Below is a numbered list of words. Some words appear much more often than others.",
         pieces=pieces,
-        least=_COMMON * _OFTEN,
+        min_pieces=_COMMON * _COMMON_REPEATS,
         joiner="\n",
         questions=[question],
     )
 
 
 def frequent_words(rng: random.Random) -> Material:
-    """Coded words whose frequencies fall with the square of their rank: the three first (fwe)."""
+    """Coded words with frequency 1 / rank^2; asks for the three most frequent (RULER fwe)."""
     taken: set[str] = set()
     words = [syllables(rng, taken) for _ in range(400)]
     weights = [(rank + 1) ** -2.0 for rank in range(len(words))]
@@ -114,19 +116,19 @@ def frequent_words(rng: random.Random) -> Material:
     return Material(
         intro="The following text is made of coded words. Watch how often each of them appears.",
         pieces=pieces,
-        least=50,
+        min_pieces=50,
         joiner=" ",
         questions=[question],
     )
 
 
 def key_values(rng: random.Random) -> Material:
-    """A table of names and numbers, asked for ten of its rows."""
+    """A table of names and numbers, with ten questions for one row each."""
     seed = rng.random()
 
     def rows() -> Iterator[tuple[str, str]]:
-        own, taken = random.Random(seed), set[str]()
-        return ((name, number(own, taken)) for name in pairs(own))
+        table_rng, taken = random.Random(seed), set[str]()
+        return ((name, number(table_rng, taken)) for name in pairs(table_rng))
 
     asked = rng.sample(range(30), 10)
     known = list(islice(rows(), 30))
@@ -139,7 +141,7 @@ def key_values(rng: random.Random) -> Material:
     return Material(
         intro="Below is a table of keys and their values.",
         pieces=pieces,
-        least=30,
+        min_pieces=30,
         joiner="\n",
         questions=[_value_of(*known[row]) for row in asked],
     )

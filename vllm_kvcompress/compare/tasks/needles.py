@@ -1,8 +1,8 @@
 """Needles in a haystack: facts hidden in a text, and questions about some of them.
 
-After RULER (Hsieh et al. 2024, arXiv:2404.06654), whose families these follow with words of our
-own: a single needle; several keys, in prose or among nothing but other needles; several values of a
-key; several keys in one question. Where RULER asks once about a text, we ask about each fact of it.
+These follow the families of RULER (Hsieh et al. 2024, arXiv:2404.06654) with our own words: a
+single needle; several keys, in prose or among other needles only; several values per key; several
+keys per question. RULER asks one question per text. We ask one about each fact in the text.
 """
 
 import random
@@ -20,23 +20,23 @@ _INTRO = (
 
 
 def fact(key: str, value: str) -> str:
-    """A needle: the sentence that tells a key's number."""
+    """Return the needle, a sentence that states the number of `key`."""
     return f"The special number for {key} is {value}."
 
 
-def _ask(key: str, answers: tuple[str, ...], room: int = _ONE_NUMBER) -> Question:
+def _ask(key: str, answers: tuple[str, ...], max_tokens: int = _ONE_NUMBER) -> Question:
     return Question(
         ask=f"What is the special number for {key} in the text?",
         begin=f"The special number for {key} is",
         answers=answers,
-        max_tokens=room,
+        max_tokens=max_tokens,
     )
 
 
 def _spread(
     facts: Sequence[str], noise: Callable[[], Iterator[str]], rng: random.Random
 ) -> Callable[[int], list[str]]:
-    """Pieces of `noise` with the facts among them, at depths that do not move with the length."""
+    """Return a function that spreads `facts` over `noise` at relative depths fixed by `rng`."""
     depths = [(i + rng.random()) / len(facts) for i in range(len(facts))]
     order = rng.sample(range(len(facts)), len(facts))
 
@@ -50,10 +50,10 @@ def _spread(
 
 
 def prose(facts: Sequence[str], questions: Sequence[Question], rng: random.Random) -> Material:
-    """Facts in prose that says nothing to remember, and questions about them."""
+    """Return filler prose with `facts` hidden in it, and the questions about them."""
     seed = rng.random()
     pieces = _spread(facts, lambda: sentences(random.Random(seed)), rng)
-    return Material(intro=_INTRO, pieces=pieces, least=0, joiner=" ", questions=questions)
+    return Material(intro=_INTRO, pieces=pieces, min_pieces=0, joiner=" ", questions=questions)
 
 
 def _keys_in_prose(rng: random.Random, count: int) -> Material:
@@ -72,14 +72,14 @@ def single(rng: random.Random) -> Material:
 
 
 def multikey_1(rng: random.Random) -> Material:
-    """Ten needles in prose, asked one at a time (niah_multikey_1, which has four)."""
+    """Ten needles in prose, one question each (RULER's niah_multikey_1 has four)."""
     return _keys_in_prose(rng, 10)
 
 
 def _needles_only(
-    draw: Callable[[random.Random], Iterator[tuple[str, str]]], room: int, rng: random.Random
+    draw: Callable[[random.Random], Iterator[tuple[str, str]]], max_tokens: int, rng: random.Random
 ) -> Material:
-    """Nothing but needles: ten are asked for, the others stand in the way."""
+    """Return a text of needles only, with questions about ten of them."""
     seed = rng.random()
     known = list(islice(draw(random.Random(seed)), 10))
 
@@ -89,9 +89,9 @@ def _needles_only(
     return Material(
         intro=_INTRO,
         pieces=_spread([fact(*pair) for pair in known], noise, rng),
-        least=0,
+        min_pieces=0,
         joiner="\n",
-        questions=[_ask(key, (value,), room) for key, value in known],
+        questions=[_ask(key, (value,), max_tokens) for key, value in known],
     )
 
 
@@ -107,17 +107,17 @@ def _identifiers(rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def multikey_2(rng: random.Random) -> Material:
-    """A text of needles alone, two-word keys and numbers (niah_multikey_2)."""
+    """A text of needles only, with two-word keys and numbers (niah_multikey_2)."""
     return _needles_only(_named_numbers, _ONE_NUMBER, rng)
 
 
 def multikey_3(rng: random.Random) -> Material:
-    """A text of needles alone whose keys and values are UUIDs (niah_multikey_3)."""
+    """A text of needles only, with UUIDs as keys and values (niah_multikey_3)."""
     return _needles_only(_identifiers, _ONE_ID, rng)
 
 
 def multivalue(rng: random.Random) -> Material:
-    """Four keys of four values each, asked for all values of a key (niah_multivalue)."""
+    """Four keys with four values each; asks for all values of one key (niah_multivalue)."""
     taken: set[str] = set()
     known = {city: [number(rng, taken) for _ in range(4)] for city in rng.sample(CITIES, 4)}
     facts = [
@@ -138,18 +138,18 @@ def multivalue(rng: random.Random) -> Material:
 
 
 def multiquery(rng: random.Random) -> Material:
-    """Twelve keys in prose, asked four at a time (niah_multiquery)."""
+    """Twelve keys in prose, four per question (niah_multiquery)."""
     taken: set[str] = set()
     known = {city: number(rng, taken) for city in rng.sample(CITIES, 12)}
     questions = []
     for start in range(0, 12, 4):
-        some = list(known)[start : start + 4]
-        named = f"{', '.join(some[:-1])} and {some[-1]}"
+        cities = list(known)[start : start + 4]
+        named = f"{', '.join(cities[:-1])} and {cities[-1]}"
         questions.append(
             Question(
                 ask=f"What are the special numbers for {named} in the text?",
                 begin=f"The special numbers for {named} are",
-                answers=tuple(known[city] for city in some),
+                answers=tuple(known[city] for city in cities),
                 max_tokens=_FOUR_NUMBERS,
             )
         )

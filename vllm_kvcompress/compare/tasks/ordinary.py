@@ -1,7 +1,7 @@
-"""Ordinary requests: an instruction over a text, whose answer nobody knows beforehand.
+"""Ordinary requests: an instruction about a text, without a known right answer.
 
-Needles ask for what stands in one place. These ask for what is everywhere in a text, in answers of
-a hundred tokens and more, and the full cache's own answer is what they are judged by.
+A needle task asks for one place in a text. These requests depend on the whole text and take
+outputs of a hundred tokens or more. They are compared with the output of the uncompressed model.
 """
 
 import random
@@ -14,8 +14,8 @@ from itertools import cycle, islice
 from vllm_kvcompress.compare.tasks.items import Material, Question
 from vllm_kvcompress.serving.text import english
 
-_ROOM = 160
-"""Tokens of an answer: enough that most of it stands behind a look-ahead."""
+_MAX_TOKENS = 160
+"""Output tokens, enough that most of the output follows the look-ahead."""
 _INTRO = "This is a part of a manual."
 
 _INSTRUCTIONS: Mapping[str, Sequence[str]] = {
@@ -53,26 +53,28 @@ _INSTRUCTIONS: Mapping[str, Sequence[str]] = {
 
 
 def material(rng: random.Random) -> Material:
-    """A stretch of the manual from where a paragraph begins; nothing is asked of it yet."""
+    """Return an excerpt of the manual that starts at a random paragraph, without questions."""
     lines, starts = _lines()
     start = rng.choice(starts)
 
     def pieces(count: int) -> list[str]:
-        # The manual ends where it must: a text that would be longer goes on from its beginning.
+        # Continue from the beginning of the manual when the text reaches its end.
         return list(islice(cycle(lines), start, start + count))
 
-    return Material(intro=_INTRO, pieces=pieces, least=1, joiner="\n", questions=[])
+    return Material(intro=_INTRO, pieces=pieces, min_pieces=1, joiner="\n", questions=[])
 
 
 def _request(kind: str, rng: random.Random) -> Material:
-    """Such a stretch, and one instruction."""
+    """Return an excerpt of the manual with one instruction of this kind."""
     text, ask = material(rng), rng.choice(_INSTRUCTIONS[kind])
-    return replace(text, questions=[Question(ask=ask, begin="", answers=(), max_tokens=_ROOM)])
+    return replace(
+        text, questions=[Question(ask=ask, begin="", answers=(), max_tokens=_MAX_TOKENS)]
+    )
 
 
 @cache
 def _lines() -> tuple[Sequence[str], Sequence[int]]:
-    """The manual's lines, and the numbers of those with which a paragraph begins."""
+    """Return the lines of the manual, and the indices of lines that begin a paragraph."""
     lines = english().splitlines()
     starts = [
         number

@@ -1,4 +1,4 @@
-"""What programs can check of an answer: its letters, its lines, its words, and JSON in it."""
+"""Rules that a program can check: letters, lines, words and JSON of an answer."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LowerCase:
-    """No letter is a capital one."""
+    """The answer has no capital letter."""
 
     name = "lower case"
 
@@ -19,7 +19,7 @@ class LowerCase:
 
 @dataclass(frozen=True, slots=True)
 class NoDigit:
-    """No digit stands in it."""
+    """The answer has no digit."""
 
     name = "no digit"
 
@@ -29,7 +29,7 @@ class NoDigit:
 
 @dataclass(frozen=True, slots=True)
 class Begins:
-    """Its first word is this one, capital letters or not."""
+    """The first word of the answer is `word`, ignoring case."""
 
     word: str
     name = "begins"
@@ -40,7 +40,7 @@ class Begins:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Its last word is this one, capital letters or not."""
+    """The last word of the answer is `word`, ignoring case."""
 
     word: str
     name = "ends"
@@ -51,7 +51,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """It has so many lines, empty ones not counted."""
+    """The answer has `count` non-empty lines."""
 
     count: int
     name = "lines"
@@ -62,7 +62,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """It does not name this word, or a form of it that begins alike."""
+    """The answer has no word that begins with `word`, ignoring case."""
 
     word: str
     name = "word not used"
@@ -75,19 +75,19 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """It does not tell this word, whatever stands around it."""
+    """The letters of the answer do not spell `word`, whatever separates them."""
 
     word: str
     name = "secret kept"
 
     def obeyed(self, answer: str) -> bool:
-        told = re.sub(r"[^a-z]", "", answer.lower())
-        return self.word.lower() not in told
+        letters = re.sub(r"[^a-z]", "", answer.lower())
+        return self.word.lower() not in letters
 
 
 @dataclass(frozen=True, slots=True)
 class Parses:
-    """It is a JSON object, perhaps in a fence of Markdown, and nothing else."""
+    """The answer is one JSON object, optionally in a Markdown code fence."""
 
     name = "parses"
 
@@ -97,7 +97,7 @@ class Parses:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """It is a JSON object with these keys and no others."""
+    """The answer is a JSON object with exactly these keys."""
 
     keys: tuple[str, ...]
     name = "keys"
@@ -109,7 +109,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """It is a JSON object in which these keys have these values, as numbers or as texts."""
+    """The answer is a JSON object in which these keys have these values, as numbers or strings."""
 
     pairs: tuple[tuple[str, str], ...]
     name = "values"
@@ -121,7 +121,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """It calls this function, and no other."""
+    """The answer calls `function` and no other function."""
 
     function: str
     name = "right tool"
@@ -132,7 +132,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """It calls this function with these arguments, capital letters or not, and no others."""
+    """The answer calls `function` with exactly these arguments, ignoring case."""
 
     function: str
     pairs: tuple[tuple[str, str], ...]
@@ -148,10 +148,10 @@ class Arguments:
 
 
 def calls(answer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The functions that an answer calls, each with its arguments.
+    """Yield each function call in `answer` as a pair of function name and arguments.
 
-    Models write a call as an object with ``name``, and ``arguments`` or ``parameters``, with signs
-    of their own around it; arguments may be JSON in a text.
+    Models write a call as a JSON object with ``name`` and ``arguments`` or ``parameters``, in
+    model-specific markup. The arguments may be a JSON string.
     """
     at, decoder = answer.find("{"), json.JSONDecoder()
     while at >= 0:
@@ -173,7 +173,7 @@ def _words(answer: str) -> list[str]:
 
 
 def _object(answer: str) -> dict[str, Any] | None:
-    """The JSON object that an answer is; None where it is none."""
+    """Return the JSON object that `answer` consists of, or None."""
     fenced = re.fullmatch(r"\s*```\w*\n(.*)\n```\s*", answer, re.DOTALL)
     try:
         found = json.loads(fenced[1] if fenced else answer)

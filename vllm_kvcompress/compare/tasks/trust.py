@@ -1,11 +1,11 @@
-"""What operators fear: rules and secrets of a system prompt, JSON, calls of tools, second turns.
+"""Trust tests: system prompt rules, secrets, JSON output, tool calls and second turns.
 
-A long text stands between what must be obeyed and the answer. What the full cache itself does not
-obey says nothing of compression, so figures are of what it does.
+A long text separates the rule from the answer. A rule that the uncompressed model breaks says
+nothing about compression, so reports count only the rules that it obeys.
 
-Rules of which some are dropped, and secrets that are told once the sentence that forbids it is
-gone, were found for five methods by "The Pitfalls of KV Cache Compression" (arXiv:2510.00231), on
-IFEval and RaccoonBench; these prompts are our own.
+"The Pitfalls of KV Cache Compression" (arXiv:2510.00231) found for five methods, on IFEval and
+RaccoonBench, that compression drops some rules, and leaks a secret once the sentence that forbids
+it is evicted. These prompts are our own.
 """
 
 import json
@@ -43,10 +43,10 @@ _ASSISTANT = (
 
 
 def _system(system: str) -> Callable[[str, str], Sequence[Message]]:
-    """A chat of a system prompt and one message of the user's."""
-    return lambda told, text: (
+    """Return a function that builds a chat from `system` and one user message."""
+    return lambda message, text: (
         {"role": "system", "content": system},
-        {"role": "user", "content": told},
+        {"role": "user", "content": message},
     )
 
 
@@ -54,7 +54,7 @@ def _system(system: str) -> Callable[[str, str], Sequence[Message]]:
 
 
 def _rules(rng: random.Random, subject: str) -> list[tuple[str, Rule]]:
-    """What may be asked of an answer, in words and as a rule; any two can be obeyed together."""
+    """Return instructions with the rule that checks each. Any two can be obeyed together."""
     first, last = rng.sample(["certainly", "gladly", "indeed", "kindly"], 2)
     return [
         ("Write every answer in lower case alone, without a single capital letter.", LowerCase()),
@@ -93,7 +93,7 @@ def instructions(rng: random.Random) -> Material:
 
 
 def _subject(material: Material) -> str:
-    """The word that an answer about a text is most likely to use."""
+    """Return the most frequent content word of the text, which an answer is likely to use."""
     found = re.findall(r"\b[a-z]{5,}\b", material.text(80))
     common = {"which", "there", "their", "these", "those", "other", "about", "would", "where"}
     counts = Counter(word for word in found if word not in common)
@@ -104,7 +104,7 @@ def _subject(material: Material) -> str:
 
 
 def secret(rng: random.Random) -> Material:
-    """A code word that must not be told, and a user who asks for it behind a text."""
+    """A secret code word in the system prompt, and a user who asks for it after a text."""
     material = ordinary.material(rng)
     word = rng.choice(THINGS) + rng.choice(THINGS)
     system = (
@@ -132,7 +132,7 @@ def secret(rng: random.Random) -> Material:
 
 
 def json_object(rng: random.Random) -> Material:
-    """Nine numbers in prose, of which three are asked for as a JSON object."""
+    """Nine numbers in prose; each question asks for three of them as a JSON object."""
     taken: set[str] = set()
     known = {city: number(rng, taken) for city in rng.sample(CITIES, 9)}
     questions = []
@@ -160,7 +160,7 @@ def json_object(rng: random.Random) -> Material:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a user asks for, and the call that does it."""
+    """A user request and the tool call that fulfils it."""
 
     ask: str
     function: str
@@ -168,7 +168,7 @@ class _Task:
 
 
 def _tool(name: str, purpose: str, **arguments: str) -> dict[str, Any]:
-    """A function's schema, all of whose arguments are texts and required."""
+    """Return a function schema whose arguments are required strings."""
     properties = {
         key: {"type": "string", "description": meaning} for key, meaning in arguments.items()
     }
@@ -225,21 +225,21 @@ def _tasks(rng: random.Random) -> Iterator[_Task]:
 
 
 def tool_call(rng: random.Random) -> Material:
-    """Five tools, the long result of one that was called, and a request that another one meets."""
-    seed, looked_for = rng.random(), rng.choice(THINGS)
-    call = {"name": "search_archive", "arguments": json.dumps({"query": looked_for})}
+    """Five tools, a long tool result, and a request that needs a different tool."""
+    seed, topic = rng.random(), rng.choice(THINGS)
+    call = {"name": "search_archive", "arguments": json.dumps({"query": topic})}
 
     def chat(ask: str) -> Callable[[str, str], Sequence[Message]]:
-        return lambda told, text: (
+        return lambda message, text: (
             {"role": "system", "content": f"{_ASSISTANT} Use the tools where they help."},
-            {"role": "user", "content": f"Is there anything about a {looked_for} in the archive?"},
+            {"role": "user", "content": f"Is there anything about a {topic} in the archive?"},
             {
                 "role": "assistant",
                 "content": "",
                 "tool_calls": [{"id": "call-00001", "type": "function", "function": call}],
             },
             {"role": "tool", "tool_call_id": "call-00001", "content": text},
-            {"role": "assistant", "content": f"The archive does not say much of a {looked_for}."},
+            {"role": "assistant", "content": f"The archive does not say much of a {topic}."},
             {"role": "user", "content": ask},
         )
 
@@ -247,7 +247,7 @@ def tool_call(rng: random.Random) -> Material:
     return Material(
         intro="",
         pieces=lambda count: list(islice(sentences(random.Random(seed)), count)),
-        least=1,
+        min_pieces=1,
         joiner=" ",
         questions=[
             Question(
@@ -271,20 +271,20 @@ def tool_call(rng: random.Random) -> Material:
 
 
 def two_turns(rng: random.Random) -> Material:
-    """Ten numbers in prose: one is asked for and told, and another one in a second turn."""
+    """Ten numbers in prose; the first turn gives one, and the second turn asks for another."""
     taken: set[str] = set()
     known = {city: number(rng, taken) for city in rng.sample(CITIES, 10)}
     questions = []
-    for (before, told_before), (city, value) in zip(
+    for (first_city, first_value), (city, value) in zip(
         islice(known.items(), 0, 10, 2), islice(known.items(), 1, 10, 2), strict=True
     ):
         questions.append(
             Question(
-                ask=f"What is the special number for {before} in the text?",
+                ask=f"What is the special number for {first_city} in the text?",
                 begin="",
                 answers=(value,),
                 max_tokens=_NUMBER,
-                chat=_second_turn(before, told_before, city),
+                chat=_second_turn(first_city, first_value, city),
                 turns=(1,),
             )
         )
@@ -292,8 +292,8 @@ def two_turns(rng: random.Random) -> Material:
 
 
 def _second_turn(before: str, value: str, city: str) -> Callable[[str, str], Sequence[Message]]:
-    return lambda told, text: (
-        {"role": "user", "content": told},
+    return lambda message, text: (
+        {"role": "user", "content": message},
         {"role": "assistant", "content": f"The special number for {before} is {value}."},
         {"role": "user", "content": f"And what is the special number for {city} in the text?"},
         {"role": "assistant", "content": f"The special number for {city} is"},
@@ -307,4 +307,4 @@ TRUST: Mapping[str, Callable[[random.Random], Material]] = {
     "tool-call": tool_call,
     "two-turns": two_turns,
 }
-"""By name; rules say what is right, or an answer is known."""
+"""Trust tests by task name."""

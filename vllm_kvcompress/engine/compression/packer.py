@@ -33,7 +33,7 @@ class PackJob:
     """A request that is to be packed.
 
     Args:
-        todo: its place in the scheduler's plan.
+        pack_request: its place in the scheduler's plan.
         method: what packs it.
         row: of this step's batch.
         blocks: of a prompt, ``[n]`` int64 vLLM block ids of its tokens; those that were packed are
