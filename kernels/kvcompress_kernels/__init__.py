@@ -1,5 +1,5 @@
-"""Ops on paged KV caches: a folder for each, named as the op.
+"""Ops on paged KV caches, one package per op.
 
-Its ``__init__`` holds the contract and the checks, ``reference`` the definition that tests compare
-with, ``cpu`` the torch code that runs on a CPU, and ``triton`` the kernels that run on a GPU.
+``__init__`` holds an op's contract and checks, ``reference`` the float64 definition that tests
+compare with, ``cpu`` the torch code for a CPU, and ``triton`` the kernels for a GPU.
 """

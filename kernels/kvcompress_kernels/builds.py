@@ -1,4 +1,4 @@
-"""What the Triton kernels compile for: architectures, dtypes, and builds made ahead of time."""
+"""Architectures, dtypes and configurations that the Triton kernels are compiled for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200: ten times the major compute capability, plus the minor one."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
-"""What a quantised cache may hold, and what Triton calls pointers to it."""
+"""Dtypes of a quantised cache, with Triton's name for a pointer to each."""
 
 
 def float8(sm: int) -> dict[torch.dtype, str]:
-    """Those of `FLOAT8` that an architecture reads: none before Ada has instructions for e4m3."""
+    """Return the `FLOAT8` dtypes that an architecture can read. e4m3 needs Ada or later."""
     return {x: name for x, name in FLOAT8.items() if sm >= 89 or x != torch.float8_e4m3fn}
 
 
 def named(pointer: str) -> str:
-    """End of a build's name: which float8 the cache holds, if any."""
+    """Return the suffix of a build's name that says which float8 the cache holds, if any."""
     return "" if pointer == "*bf16" else f" {pointer.removeprefix('*')}"
 
 
@@ -35,7 +35,7 @@ def check_cache(op: str, pages: torch.Tensor) -> None:
 
 @cache
 def architecture(device: torch.device) -> int:
-    """Of a GPU; that of an H100 where there is none, which is Triton's interpreter."""
+    """Return the GPU's compute capability, or an H100's for a CPU device (Triton's interpreter)."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -43,7 +43,7 @@ def architecture(device: torch.device) -> int:
 
 
 DIMS = (64, 80, 96, 128, 256)
-"""Head dims of the models that are served."""
+"""Head dimensions that are compiled ahead of time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class Build:
     """One configuration of one kernel, as `run` launches it.
 
     Args:
-        name: unique; the op, then what distinguishes the configuration.
+        name: unique name: the op, then what distinguishes the configuration.
         kernel: the jitted function.
-        signature: argument -> ``"*bf16"``, ``"i32"``, ``"fp32"``, ...; constexprs are left out.
+        signature: type of each argument, such as ``"*bf16"`` or ``"i32"``, without constexprs.
         constexprs: constant arguments.
-        warps: warps of a program.
-        stages: stages of its pipelined loops.
-        aligned: arguments that are multiples of 16: pointers, and the strides that are.
-        wide_loads: whether it must come out with 16-byte loads from global memory.
-        tensor_cores: whether it must come out with instructions of theirs.
+        warps: warps per program.
+        stages: stages of the pipelined loops.
+        aligned: arguments that are multiples of 16: all pointers and some strides.
+        wide_loads: whether the compiled kernel must use 16-byte loads from global memory.
+        tensor_cores: whether the compiled kernel must use tensor-core instructions.
     """
 
     name: str

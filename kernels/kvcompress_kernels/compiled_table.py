@@ -1,18 +1,18 @@
-"""The table of compiled kernels: a section for each Triton, a column for each figure."""
+"""The table in kernels/compiled.md: one section per Triton version, one column per figure."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 BETWEEN = " \N{MIDDLE DOT} "
-"""Stands between the architectures' figures within a cell."""
+"""Separator between the figures of several architectures in one cell."""
 ABSENT = "-"
-"""The figure of a kernel that is not built for an architecture."""
+"""Figure of a kernel that is not built for an architecture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """One build for one architecture.
+    """Resources of one build on one architecture.
 
     Args:
         registers: per thread.
@@ -20,7 +20,7 @@ class Compiled:
         spills: instructions that load or store spilled registers.
         loads_16: 16-byte loads from global memory, through registers or straight to shared.
         tensor: tensor-core instructions.
-        instructions: all of them.
+        instructions: instructions in total.
     """
 
     registers: int
@@ -37,7 +37,7 @@ NUMBERS = [field.name for field in fields(Compiled)]
 def section(
     version: str, architectures: Sequence[int], rows: Mapping[str, Mapping[int, Compiled]]
 ) -> str:
-    """Heading and markdown table of what one Triton makes: a row per build."""
+    """Return the heading and Markdown table of one Triton version, with one row per build."""
     lines = [
         f"## Triton {version}: {BETWEEN.join(f'sm_{sm}' for sm in architectures)}",
         "",
@@ -57,21 +57,21 @@ def section(
 
 
 def sections(text: str) -> dict[str, str]:
-    """A file's sections by the version of Triton."""
+    """Split the text of a table file into its sections, keyed by Triton version."""
     parts = re.split(r"^(?=## Triton )", text, flags=re.MULTILINE)
     matches = {re.match(r"## Triton ([\w.+]+):", part): part.strip() + "\n" for part in parts}
     return {match[1]: part for match, part in matches.items() if match}
 
 
 def numbers(section: str) -> dict[tuple[str, int], tuple[str, ...]]:
-    """A section's figures by build and architecture."""
+    """Return the figures of a section, keyed by build name and architecture."""
     lines = section.splitlines()
     architectures = [int(sm) for sm in re.findall(r"sm_(\d+)", lines[0])] if lines else []
     table = {}
     for line in lines:
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if len(cells) != 1 + len(NUMBERS) or not (cells[1][0].isdigit() or BETWEEN in cells[1]):
-            # This line is a heading, or none of the table's.
+            # The line is a heading or not part of the table.
             continue
         each = [cell.split(BETWEEN) for cell in cells[1:]]
         for at, sm in enumerate(architectures):
@@ -82,21 +82,23 @@ def numbers(section: str) -> dict[tuple[str, int], tuple[str, ...]]:
 
 
 def differences(now: str, then: str, *, gone: bool) -> list[str]:
-    """Where two sections by the same Triton differ.
+    """List the differences between two sections of the same Triton version.
 
     Args:
-        gone: whether what `now` lacks counts, of the architectures that it has.
+        now: section of the current build.
+        then: section of the committed file.
+        gone: also report builds that `now` lacks for one of its architectures.
     """
     if not then:
         return ["the committed file has no table by this Triton; write one with --write"]
     current, committed = numbers(now), numbers(then)
     architectures = {sm for _, sm in current}
-    lost = (
+    missing = (
         [key for key in committed if key not in current and key[1] in architectures] if gone else []
     )
     return [
         f"{key[0]}, sm_{key[1]}: {', '.join(current.get(key, ['none']))} now, "
         f"{', '.join(committed.get(key, ['none']))} in the committed table"
-        for key in [*current, *lost]
+        for key in [*current, *missing]
         if current.get(key) != committed.get(key)
     ]

@@ -1,4 +1,4 @@
-"""How kernels read a quantised cache."""
+"""Read a float8 cache in a Triton kernel."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,14 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widened(x, dtype: tl.constexpr, live=None):  # type: ignore[no-untyped-def]
-    """Float8 as `dtype`, exactly; anything else as it is.
+    """Convert float8 to `dtype` exactly, and return any other dtype unchanged.
 
-    By way of float32: from float16, which is what Hopper turns float8 into, two instructions of
-    full rate lead to bfloat16, or one of a quarter of it.
+    The conversion goes through float32. Hopper converts float8 to float16; from there, two
+    full-rate instructions lead to bfloat16, or one at a quarter of the rate.
 
-    With `live`, 0 elsewhere. Where the result goes into the registers of a product's operand, this
-    choice keeps the compiler from converting in their layout, to which it would load single bytes.
+    With `live`, elements outside it become 0. If the result is an operand of a dot product, this
+    select also stops the compiler from converting in the operand's layout, which would load
+    single bytes.
     """
     if x.dtype.primitive_bitwidth == 8:
         x = x.to(tl.float32).to(dtype)

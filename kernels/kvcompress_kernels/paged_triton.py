@@ -1,13 +1,13 @@
-"""How kernels read the keys or values of a tile of tokens."""
+"""Read the keys or values of a tile of tokens in a Triton kernel."""
 
 import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(32)
-"""Dims that a register tile has: 4 threads load 16 bytes each of a token, and a sum over the dims
-takes 2 shuffles."""
+"""Head dimensions per register tile. Four threads load 16 bytes each of a token, so a sum over the
+head dimension takes 2 shuffles."""
 VARY = ["tokens"]
-"""Differs by prompt: the launcher compiles anew for 1 and for multiples of 16."""
+"""Arguments that differ by prompt. Triton would specialise for 1 and for multiples of 16."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -15,11 +15,11 @@ def token_rows(  # type: ignore[no-untyped-def]
     cache, pages, token, live, block, s_page, s_slot, s_dim,
     DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr = CHUNK,
 ):  # fmt: skip
-    """A tuple of ``[tokens, CHUNK]`` float32, 0 where not `live` or past the head dim.
+    """Return a tuple of ``[tokens, CHUNK]`` float32 tiles, 0 outside `live` and past the head dim.
 
-    `cache` points to the pages of one KV head. BLOCK is `block` where it is a power of two, or 0.
+    `cache` points to the pages of one KV head. BLOCK is `block` if that is a power of two, else 0.
     """
-    if BLOCK:  # a division by a constant
+    if BLOCK:  # dividing by a constant is cheaper
         index, slot = token // BLOCK, token % BLOCK
     else:
         index, slot = token // block, token % block
@@ -35,10 +35,10 @@ def token_rows(  # type: ignore[no-untyped-def]
 
 
 def tile_of(dim: int) -> int:
-    """Tokens whose rows 8 warps hold, 64 elements in a thread."""
+    """Return the tokens per tile that 8 warps hold with 64 elements per thread."""
     return 128 if dim <= 128 else 64
 
 
 def known_block(block: int) -> int:
-    """The BLOCK of `token_rows` for pages of so many tokens."""
+    """Return the BLOCK argument of `token_rows` for pages of `block` tokens."""
     return block if block & (block - 1) == 0 and block <= 1024 else 0

@@ -1,11 +1,11 @@
-"""What the compiler makes of every kernel, on a machine without a GPU.
+"""Compile every kernel without a GPU and report its resources.
 
     python -m kvcompress_kernels.report_triton --check kernels/compiled.md
 
-Compiles each `Build` with Triton's own ptxas for each architecture and reads the result back with
-cuobjdump. It fails when a kernel does not compile, spills registers to memory, needs more shared
-memory than the chip has, or has lost the 16-byte loads or the tensor cores it was written for.
-Triton's cache keeps what it has compiled, so that a second run takes seconds.
+Compiles each `Build` with Triton's own ptxas for each architecture and disassembles it with
+cuobjdump. Exits with 1 if a kernel does not compile, spills registers, needs more shared memory
+than the GPU has, or lacks the 16-byte loads or tensor-core instructions that it was written for. Triton
+caches compiled kernels, so a second run takes seconds.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kvcompress_kernels.builds import ARCHITECTURES, Build
 from kvcompress_kernels.compiled_table import Compiled, differences, section, sections
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that one program may have."""
+"""Maximum bytes of shared memory per program, by architecture."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\S+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
@@ -41,7 +41,7 @@ JOBS = 2
 
 
 def modules() -> Iterator[Any]:
-    """The modules that hold kernels: those with `builds`."""
+    """Yield the Triton modules that define `builds`."""
     for path in sorted(Path(__file__).parent.glob("*/triton.py")):
         module = importlib.import_module(f"kvcompress_kernels.{path.parent.name}.triton")
         if hasattr(module, "builds"):
@@ -49,7 +49,7 @@ def modules() -> Iterator[Any]:
 
 
 def named(sm: int) -> dict[str, Build]:
-    """Every build for one architecture, by name."""
+    """Return all builds for one architecture by name."""
     return {build.name: build for module in modules() for build in module.builds(sm)}
 
 
@@ -57,7 +57,7 @@ def compiled(build: Build, sm: int) -> Compiled:
     """Compile one build.
 
     Raises:
-        Exception: whatever Triton or ptxas say of a kernel that does not compile.
+        Exception: The kernel does not compile. Triton and ptxas raise errors of many types.
     """
     names = build.kernel.arg_names
     constant = {(names.index(key),): value for key, value in build.constexprs.items()}
@@ -69,7 +69,7 @@ def compiled(build: Build, sm: int) -> Compiled:
     usage, listing = (_dumped(flag, kernel.asm["cubin"]) for flag in ("-res-usage", "-sass"))
     usage_match = re.search(r"REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", usage)
     if usage_match is None:
-        raise RuntimeError(f"{build.name}: cuobjdump did not tell its registers:\n{usage}")
+        raise RuntimeError(f"{build.name}: cuobjdump printed no register count:\n{usage}")
     operations = Counter(INSTRUCTION.findall(listing))
 
     def count(*starts: str, part: str = "") -> int:
@@ -86,7 +86,7 @@ def compiled(build: Build, sm: int) -> Compiled:
 
 
 def _dumped(flag: str, binary: bytes) -> str:
-    """What cuobjdump says, kept beside Triton's own cache: listing takes as long as compiling."""
+    """Return cuobjdump's output, cached beside Triton's cache: it takes as long as compiling."""
     store = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     kept = store / f"cuobjdump{flag}-{hashlib.sha256(binary).hexdigest()}"
     if not kept.exists():
@@ -102,17 +102,17 @@ def _dumped(flag: str, binary: bytes) -> str:
 
 
 def faults(build: Build, sm: int, kernel: Compiled) -> list[str]:
-    """What is wrong with it; empty when it may be shipped."""
-    wrong = []
+    """List the problems of a compiled kernel. Empty if there are none."""
+    problems = []
     if kernel.spills:
-        wrong.append(f"{kernel.spills} spills")
+        problems.append(f"{kernel.spills} spills")
     if kernel.shared > SHARED[sm]:
-        wrong.append(f"{kernel.shared} bytes of shared memory, {SHARED[sm]} are there")
+        problems.append(f"{kernel.shared} bytes of shared memory, the limit is {SHARED[sm]}")
     if build.wide_loads and not kernel.loads_16:
-        wrong.append("no 16-byte loads")
+        problems.append("no 16-byte loads")
     if build.tensor_cores and not kernel.tensor:
-        wrong.append("no tensor cores")
-    return wrong
+        problems.append("no tensor cores")
+    return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Job:
         build = named(self.sm)[self.name]
         try:
             kernel = compiled(build, self.sm)
-        # Triton and ptxas raise errors of any kind.
+        # Triton and ptxas raise errors of many types.
         except Exception as error:
             return None, [str(error).strip().splitlines()[-1]]
         return kernel, faults(build, self.sm, kernel)
@@ -137,17 +137,19 @@ def _run_job(job: _Job) -> tuple[Compiled | None, list[str]]:
 def report(
     architectures: Sequence[int], *, once: bool, only: str = ""
 ) -> tuple[dict[str, dict[int, Compiled]], list[str]]:
-    """All builds for some architectures by name, and what is wrong with them.
+    """Compile builds and return their resources by name and architecture, and their problems.
 
     Args:
-        once: the last build of each kernel alone.
-        only: builds whose names match this regular expression.
+        architectures: compute capabilities, such as 90.
+        once: compile only the last build of each kernel.
+        only: compile only builds whose names match this regular expression.
     """
     jobs = []
     for sm in architectures:
-        every = named(sm)
-        last = {build.kernel: name for name, build in every.items()}.values()
-        jobs += [_Job(x, sm) for x in (last if once else every) if re.search(only, x)]
+        builds = named(sm)
+        last_per_kernel = {build.kernel: name for name, build in builds.items()}.values()
+        names = last_per_kernel if once else builds
+        jobs += [_Job(name, sm) for name in names if re.search(only, name)]
     rows: dict[str, dict[int, Compiled]] = {job.name: {} for job in jobs}
     all_faults = []
     context = multiprocessing.get_context("spawn")
@@ -161,12 +163,18 @@ def report(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    every = list(ARCHITECTURES)
-    parser.add_argument("--sm", type=int, nargs="+", default=every, choices=every)
-    parser.add_argument("--once", action="store_true", help="one build of each kernel")
-    parser.add_argument("--only", default="", help="builds whose names match this expression")
-    parser.add_argument("--check", type=Path, help="compare with this file's table by this Triton")
-    parser.add_argument("--write", type=Path, help="replace this file's table by this Triton")
+    known = list(ARCHITECTURES)
+    parser.add_argument("--sm", type=int, nargs="+", default=known, choices=known)
+    parser.add_argument("--once", action="store_true", help="compile only one build of each kernel")
+    parser.add_argument(
+        "--only", default="", help="compile only builds whose names match this regular expression"
+    )
+    parser.add_argument(
+        "--check", type=Path, help="compare with the table of this Triton version in a file"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="write the table of this Triton version to a file"
+    )
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET must be unset: interpreted kernels are not compiled")
@@ -174,9 +182,9 @@ def main() -> int:
     text = section(triton.__version__, args.sm, rows)
     sys.stdout.write(text)
     if args.write:
-        known = sections(args.write.read_text()) if args.write.exists() else {}
-        known[triton.__version__] = text
-        args.write.write_text("\n".join(known[x] for x in sorted(known, reverse=True)))
+        tables = sections(args.write.read_text()) if args.write.exists() else {}
+        tables[triton.__version__] = text
+        args.write.write_text("\n".join(tables[x] for x in sorted(tables, reverse=True)))
     if args.check:
         then = sections(args.check.read_text()).get(triton.__version__, "")
         wrong += differences(text, then, gone=not args.once and not args.only)

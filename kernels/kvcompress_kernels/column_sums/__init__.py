@@ -1,4 +1,4 @@
-"""Attention that each token of a prompt has received."""
+"""Sum of the attention that each token receives."""
 
 import torch
 
@@ -14,26 +14,26 @@ def column_sums(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention each token got from the last T tokens: ``c[h, j] = sum_i A[h, i, j]``.
+    """Sum the attention of the last T tokens to each token: ``c[h, j] = sum_i A[h, i, j]``.
 
-    ``A = softmax(scale * q k^T)`` by rows, causal (docs/methods.md 3; H2O, arXiv:2306.14048). The
-    sums of a prompt's chunks, each padded with zeros, add up to those of the whole prompt, whose
-    total is `tokens` per query head, or less where there are sinks. Query head h reads KV head
+    ``A = softmax(scale * q k^T)``, row by row and causal (docs/methods.md 3; H2O,
+    arXiv:2306.14048). The zero-padded sums of a prompt's chunks add up to the sums of the prompt,
+    whose total is `tokens` per query head, or less with sinks. Query head h reads KV head
     ``h // (Hq // Hkv)``.
 
     Args:
         query: ``[T, Hq, D]`` any float dtype, rotated: positions ``tokens - T`` to ``tokens - 1``.
         key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
-        tokens: prompt tokens known so far, those of `query` included.
+        tokens: prompt tokens computed so far, including those of `query`.
         scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
-        sinks: ``[Hq]`` float32, a logit in every row's softmax for no key; None without.
+        sinks: ``[Hq]`` float32 attention sink logits, or None.
 
     Returns:
         ``[Hq, tokens]`` float32.
 
     Raises:
-        ValueError: shapes disagree, or `query` is empty or longer than the prompt.
+        ValueError: Shapes disagree, or `query` is empty or longer than the prompt.
     """
     name = "column_sums"
     count, heads, dim = query.shape

@@ -1,4 +1,4 @@
-"""How much each token stands out from the partition of tokens that follows its own."""
+"""Scores of tokens relative to the next partition of tokens (LagKV)."""
 
 import torch
 
@@ -15,35 +15,35 @@ def lag_scores(
     sinks: int,
     lag: int,
 ) -> torch.Tensor:
-    """Lag-relative scores (LagKV, arXiv:2504.04704), per KV head.
+    """Return lag-relative scores per KV head (LagKV, arXiv:2504.04704).
 
-    The tokens after the first `sinks` fall into partitions of `lag`. In each one that a whole
-    partition follows, with x its keys or its values:
+    The tokens after the first `sinks` form partitions of `lag` tokens. For each partition that a
+    full partition follows, with x its keys or its values:
 
         ``y[j, c] = (x[j, c] - low[c]) / (high[c] - low[c])``
         ``s[j] = softmax_j(std_c(y[j, c]))``
 
     where low and high are the minimum and maximum of channel c over the tokens of the NEXT
     partition, and the standard deviation has ddof 1. The score is the mean of the keys' s and the
-    values' s. Where ``high - low < 1e-18`` the channel says nothing and y is 0; beyond 1e18, y
-    is that. So scores of a cache below 1e18 are finite.
+    values' s. Channels with ``high - low < 1e-18`` have y = 0, and y is clamped at 1e18, so scores
+    are finite for a cache below 1e18.
 
     Args:
         key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
-        value_pages: ``[N, Hkv, block_size, Dv]``, likewise.
+        value_pages: ``[N, Hkv, block_size, Dv]`` any float dtype and strides.
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
         tokens: prompt tokens.
-        sinks: first tokens that are in no partition, >= 0.
-        lag: tokens of a partition, >= 1.
+        sinks: number of first tokens outside all partitions, >= 0.
+        lag: tokens per partition, >= 1.
 
     Returns:
-        ``[Hkv, parts, lag]`` float32, each partition of sum 1, with
+        ``[Hkv, parts, lag]`` float32 that sums to 1 in each partition, with
         ``parts = max((tokens - sinks) // lag - 1, 0)``: token ``sinks + p * lag + i`` is
         ``[:, p, i]``. Equal tokens of a partition have equal scores. Scales of a quantised cache
         cancel.
 
     Raises:
-        ValueError: shapes disagree, there are no tokens, or the pages are no floats.
+        ValueError: Shapes disagree, `tokens` is 0, or the pages have no float dtype.
     """
     name = "lag_scores"
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))

@@ -1,4 +1,4 @@
-"""Kept tokens, copied into the pages that they fill."""
+"""Copy kept tokens into packed pages."""
 
 import torch
 
@@ -16,24 +16,25 @@ def move_kept(
     *,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Copy the kept tokens of N layers into other pages, which they fill one after the other.
+    """Copy the kept tokens of N rows into destination pages, which they fill in order.
 
-    In the page pool a layer is only other page ids, and so is a layer of another request.
+    A row is one layer of one request. Layers and requests differ only in their page ids.
 
     Args:
         key_pages: ``[pages, Hkv, D, block_size]``, any dtype and strides.
-        value_pages: ``[pages, Hkv, block_size, Dv]`` likewise.
-        pages: ``[N, F]`` int: page of each block of a row's prompt.
-        kept: ``[N, Hkv, n]`` int: kept positions, ascending; of row r the first
-            ``counts[r] * block_size`` are read. None copies the first ``counts[r]`` pages.
-        counts: ``[N]`` int32: pages that a row fills, each of them wholly; at most `most`, and
-            those that `kept` can fill (unchecked: checking would sync).
-        destinations: ``[N, most]`` int: the first ``counts[r]`` of row r are written, bit for bit,
-            and no page is named twice. None may be read, by any row: rows run in no order.
-        into: key and value pages that `destinations` name; None stands for those that are read.
+        value_pages: ``[pages, Hkv, block_size, Dv]``, any dtype and strides.
+        pages: ``[N, F]`` int: source page of each block of a row.
+        kept: ``[N, Hkv, n]`` int: kept positions, ascending. The first
+            ``counts[r] * block_size`` of row r are read. None copies the first ``counts[r]`` pages.
+        counts: ``[N]`` int32: full pages that a row writes, at most `max_pages` and at most what
+            `kept` can fill (unchecked, because a check would sync).
+        destinations: ``[N, max_pages]`` int: row r writes the first ``counts[r]``, bit for bit.
+            All pages are distinct, and no row may read one: rows run in no particular order.
+        into: key and value pages that `destinations` index. None means `key_pages` and
+            `value_pages`.
 
     Raises:
-        ValueError: shapes or dtypes disagree.
+        ValueError: Shapes or dtypes disagree.
     """
     name, rows, heads, block = "move_kept", len(pages), key_pages.shape[1], key_pages.shape[3]
     require(
@@ -42,19 +43,28 @@ def move_kept(
         f"value_pages must be [{key_pages.shape[0]}, {heads}, {block}, D]",
         tuple(value_pages.shape),
     )
-    to_keys, to_values = into or (key_pages, value_pages)
-    for x, to in ((key_pages, to_keys), (value_pages, to_values)):
-        got, want = (to.dtype, *to.shape[1:]), (x.dtype, *x.shape[1:])
+    destination_keys, destination_values = into or (key_pages, value_pages)
+    for source, target in ((key_pages, destination_keys), (value_pages, destination_values)):
+        got, want = (target.dtype, *target.shape[1:]), (source.dtype, *source.shape[1:])
         require(got == want, name, f"pages of `into` must be {want}", got)
     if kept is not None:
         right = kept.dim() == 3 and kept.shape[:2] == (rows, heads)
         require(right, name, f"kept must be [{rows}, {heads}, n]", tuple(kept.shape))
     require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
     right = destinations.dim() == 2 and len(destinations) == rows
-    require(right, name, f"destinations must be [{rows}, most]", tuple(destinations.shape))
+    require(right, name, f"destinations must be [{rows}, max_pages]", tuple(destinations.shape))
     if contract.triton_takes(key_pages):
         from kvcompress_kernels.move_kept.triton import run
     else:
         from kvcompress_kernels.move_kept.cpu import run
 
-    run(key_pages, value_pages, pages, kept, counts, destinations, to_keys, to_values)
+    run(
+        key_pages,
+        value_pages,
+        pages,
+        kept,
+        counts,
+        destinations,
+        destination_keys,
+        destination_values,
+    )
