@@ -68,6 +68,11 @@ def test_the_page_has_a_file_and_two_programs():
     assert set(FILES) == {SCORER, *PROGRAMS}
 
 
+def test_a_scorer_takes_fewer_than_40_lines():
+    shown = [FILES[SCORER], CHANGE, FILES["try_vatp.py"]]
+    assert len([line for text in shown for line in text.splitlines() if line.strip()]) < 40
+
+
 def test_plain_tensors_are_compressed(checkout):
     said = run(checkout, sys.executable, "compress.py").splitlines()
     total, largest = map(int, re.findall(r"\d+", said[0]))
