@@ -7,11 +7,12 @@ from benchmarks.evidence.texts import TASK as TEXTS
 from vllm_kvcompress.compare.statistics import Estimate
 
 LEGEND = (
-    "Answers that nobody knows, by the place of a token in the full cache's own answer: KL in nats"
-    " per token and, behind it, the share of tokens that the compressed cache would choose as well,"
-    " each with its 95 % interval. Tokens before a look-ahead's end are the full cache's. The other"
-    " columns are of greedy answers: how alike their words are to the full cache's, their length"
-    " over its, and how many end in a loop, with the full cache's share in brackets.\n"
+    "Outputs without a known right answer, by the place of a token in the uncompressed model's"
+    " output after its first token. Cells have KL in nats per token and the share of tokens that"
+    " the compressed model would choose, too, each with its 95 % interval. Tokens before the end of"
+    " a look-ahead are the uncompressed model's. The other columns, where there are any, are about"
+    " greedy outputs: how similar their words are to the uncompressed output's, their length"
+    " relative to it, and how many end in a loop, with the uncompressed share in brackets.\n"
 )
 
 

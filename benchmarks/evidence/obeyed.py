@@ -7,8 +7,9 @@ from benchmarks.evidence.cells import drawn_with
 from vllm_kvcompress.compare.obeyed import Ruled, shares_obeyed
 
 LEGEND = (
-    "Rules of prompts that a program checks: of those that the full cache obeys, the share that is"
-    " obeyed too, with its 95 % interval. Prompts: those in which the full cache obeys the rule.\n"
+    "Rules that a program checks: of the prompts in which the uncompressed model obeys the rule,"
+    " the share in which the compressed model obeys it, too, with its 95 % interval. Prompts: the"
+    " number of prompts in which the uncompressed model obeys the rule.\n"
 )
 
 

@@ -1,6 +1,14 @@
-"""Tables and a picture of measured answers.
+"""Write tables and a picture of measured outputs.
 
-python -m benchmarks.evidence.report .cache/evidence/*.jsonl --out benchmarks/results/evidence
+In benchmarks/results, with the repository's root in PYTHONPATH, these commands write the reports:
+
+    python -m benchmarks.evidence.report evidence_smollm2.jsonl.xz evidence_qwen2.jsonl.xz \\
+        --out evidence
+    python -m benchmarks.evidence.report ordinary_qwen2.jsonl.xz late_smollm2.jsonl.xz \\
+        late_qwen2.jsonl.xz texts_gemma3.jsonl.xz --out ordinary
+
+Git keeps the .md files of both and evidence.png. It ignores the other files, which follow from the
+raw files.
 """
 
 import argparse
@@ -44,7 +52,7 @@ def markdown(
     found: Sequence[Cell], results: Sequence[dict[str, Any]], origin: dict[str, list[str]]
 ) -> str:
     """Presets and parts of each model, then each task."""
-    parts = ["# What answers keep\n", _legend(origin)]
+    parts = ["# Output quality by method\n", _legend(origin)]
     places = list(dict.fromkeys(_where(cell) for cell in found))
     for place in places:
         here = [cell for cell in found if _where(cell) == place]
@@ -59,7 +67,7 @@ def markdown(
         known = [task for task in tasks if task in SCORED]
         told = ", ".join(f"`{task}` {counts[(*place, task)]}" for task in known)
         if told:
-            parts.append(f"The full cache answered, at least in part: {told}.\n")
+            parts.append(f"The uncompressed model gets right, at least in part: {told}.\n")
         everywhere = [cell for cell in here if cell.task == ALL]
         presets = [c for c in everywhere if c.method not in _only_variants()]
         if presets:
@@ -106,13 +114,13 @@ def _where(cell: Cell) -> Where:
 
 def _legend(origin: dict[str, list[str]]) -> str:
     return (
-        "Score: share of what the full cache's answer names that the compressed cache's greedy"
-        " answer names too, over prompts where the full cache names something. In brackets the 95 %"
-        " interval of a bootstrap over texts, which knows nothing of what no text showed: after 20"
-        " texts without a loss, 14 % of all may have one. Where fewer prompts were asked than"
-        " elsewhere in a table, their number stands there. KL: nats per token from the full cache's"
-        " distributions, along the full cache's own answers without their first token, which is the"
-        " same for all.\n\n"
+        "Score: of what the uncompressed model's output names, the share that the compressed"
+        " model's greedy output names, too. Only prompts where the uncompressed model names"
+        " something count. Brackets have the 95 % interval of a bootstrap over texts. It cannot"
+        " know of losses that no text showed: if 20 texts show none, up to 14 % of all texts may"
+        " have one. A cell of fewer prompts than the others in its table gives their number. KL:"
+        " nats per token from the uncompressed model's distributions, along its own output without"
+        " the first token, which is the same for all.\n\n"
         f"Float32, greedy, pages of 16 tokens; {', '.join(origin['machine'])};"
         f" commit {', '.join(origin['commit'])}; seed {', '.join(origin['seed'])}.\n"
     )

@@ -181,7 +181,7 @@ def compress(name: str, peer: Peer, model: Any, full: Prefilled, kept: int) -> K
     made = Kept(cache=cached(layers), counts=torch.empty(0), nbytes=held(layers))
     if peer.dropped:
         made.counts = remaining(dropped, full.layers)
-        made.note = "its cache stays whole: what is dropped is masked in each step"
+        made.note = "frees no memory: each step masks the dropped tokens"
     else:
         heads = layers[0][0].shape[0]
         made.counts = torch.tensor([[k.shape[1]] * heads for k, _ in layers])
@@ -239,7 +239,7 @@ def zipped(
         kept = counts.kept_tokens(len(ids), budget)
         left = remaining(press.drop(model, kept), layers)
         assert abs(float(left.float().mean()) - kept) < 1e-3, f"KVzip kept {left.float().mean()}"
-        note = "its cache stays whole: what is dropped is masked in each step"
+        note = "frees no memory: each step masks the dropped tokens"
         yield budget, Kept(cache=cached(layers), counts=left, nbytes=held(layers), note=note)
 
 

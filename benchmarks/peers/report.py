@@ -98,18 +98,18 @@ def markdown(results: Mapping[str, Any]) -> str:
     budgets: list[float] = results["budgets"]
     pairs = paired(results["pairs"])
     parts = [
-        "# kvpress and ours on the same prompts, at the same kept tokens",
+        "# kvpress and this plugin, with the same prompts and as many kept tokens",
         "",
         f"{results['model']}, float32; {results['prompts']}. kvpress {results['kvpress']} on"
         f" transformers {results['transformers']['kvpress']}, ours (`vllm_kvcompress.offline`) on"
         f" {results['transformers']['ours']}, decoded by the same loop.",
         f"{results['machine']}; commit {results['commit']}; `{results['command']}`.",
         "",
-        "Needles answered, of those that the full cache answers. KL: nats per token from the full"
-        " cache's distributions, along its own text. Cache: bytes held after compression, of the"
-        f" full cache's, at {budgets[-1]:g}. Step: a decode step in transformers at"
-        f" {budgets[-1]:g}, in ms. Ours are all presets but h2o and d2o, beside which no press"
-        " stands.",
+        "Needles: numbers found, of those that the uncompressed model finds. KL: nats per token"
+        " from the uncompressed model's distributions, along its own text. Cache: bytes after"
+        f" compression, relative to the uncompressed cache, at {budgets[-1]:g}. Step: a decode"
+        f" step in transformers at {budgets[-1]:g}, in ms. Ours are all presets except h2o and d2o,"
+        " which have no counterpart in kvpress.",
         "",
         _row(
             [
@@ -161,9 +161,10 @@ def _notes(pairs: Pairs) -> list[str]:
 def _agreement(agreement: Mapping[str, Mapping[str, int]]) -> list[str]:
     """The table of positions; `agreement` is ``press@budget`` to the counts of all prompts."""
     out = [
-        "Positions that both keep, where a press is set as ours, over all prompts, layers and KV"
-        " heads. Named: kvpress keeps whole chunks, that of the window's first token among them."
-        " Rounding: the score is within 0.1 % of the lowest that is kept.",
+        "Kept positions of a press and of this plugin with the same settings, over all prompts,"
+        " layers and KV heads. Named: they differ because kvpress keeps complete chunks, including"
+        " the one with the window's first token. Rounding: the score is within 0.1 % of the lowest"
+        " kept score.",
         "",
         _row(["", "kept", "equal", "named", "rounding", "unexplained"]),
         _row(["---", *["---:"] * 5]),
@@ -182,8 +183,8 @@ def _vllm(pairs: Pairs) -> list[str]:
     if not lines:
         return []
     out = [
-        "In vLLM's engine: its fp8 cache takes half of a 16-bit one. A step is a lone request's"
-        " after the longest text, in one run: small differences have no order.",
+        "In vLLM's engine, where an fp8 cache takes half the memory of a 16-bit cache. A step is"
+        " one request's after the longest text, measured once, so small differences mean nothing.",
         "",
         _row(["", "memory", "needles", "KL", "step, ms"]),
         _row(["---", *["---:"] * 4]),

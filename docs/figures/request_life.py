@@ -1,4 +1,4 @@
-"""Draws docs/request_life.svg: a compressed request's life in scheduler, worker and page pool.
+"""Draw docs/request_life.svg: a compressed request's life in scheduler, worker and page pool.
 
 Plain SVG text, so that the same script writes the same bytes everywhere:
 
@@ -21,7 +21,7 @@ STRONG = ("#2f78bd", "#219583", "#dd8f1d", "#ad4a83")
 FONT = "-apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', Arial, sans-serif"
 
 LAYERS, BLOCKS, FULL, TAIL = 4, 10, 5, 6  # blocks are numbered from 1
-KEPT = (3, 2, 1, 1)  # pages that each layer keeps: P = 7
+KEPT = (3, 2, 2, 1)  # pages that each layer keeps: 8 in all
 DESTINATION = (8, 9)  # K = 2 blocks
 CELL_W, CELL_H = 24, 26
 
@@ -49,7 +49,7 @@ MOMENTS = (
         scheduler=(
             "Decides once whether the prompt is",
             "compressed, and if not, why.",
-            "Gives it blocks as vLLM does.",
+            "Allocates blocks as vLLM does.",
         ),
         down="plan: observe",
         worker=(
@@ -57,50 +57,50 @@ MOMENTS = (
             "Each layer keeps its last w queries,",
             "or adds up its column sums.",
         ),
-        pool=("The prompt's blocks fill up,", "a page in each layer at a time."),
+        pool=("The prompt's blocks fill up,", "one page in each layer at a time."),
     ),
     Moment(
         title="The prefill ends",
         under="one step: plan, score, pack",
         scheduler=(
-            "Lengths alone say how much is kept:",
-            "P pages in K blocks. Takes the K blocks,",
-            "hands out the plan, and frees the",
+            "Computes from lengths how many pages",
+            "are kept in K blocks. Takes K blocks,",
+            "sends the plan, and frees the",
             "prompt's full blocks at once.",
         ),
         down="plan: compress",
         up="report: done",
         worker=(
-            "Attention reads the full cache: so does",
-            "the first token. Then all layers are",
-            "scored, P is split over them, tokens",
-            "are chosen, and moved.",
+            "Attention reads the full cache, also for",
+            "the first output token. Then it scores",
+            "all layers, divides the pages, selects",
+            "tokens and moves them.",
         ),
-        pool=("P = 7 pages, packed into K = 2 blocks.", "The tail stays where it is."),
+        pool=("8 pages, packed into K = 2 blocks.", "The tail stays where it is."),
     ),
     Moment(
         title="It decodes",
         under="many steps",
         scheduler=(
-            "Admits others into the freed blocks.",
-            "Compares each report with its plan:",
-            "a lost one stops the engine.",
+            "Gives freed blocks to other requests.",
+            "Compares each report with its plan.",
+            "A missing report stops the engine.",
         ),
-        up="report: what each layer kept",
+        up="report: tokens kept per layer",
         worker=(
-            "Each layer reads by a table of its own:",
+            "Each layer has its own block table:",
             "its packed pages, then the tail.",
             "New tokens go where vLLM puts them.",
         ),
-        pool=("The request holds 4 blocks, not 7.", "Block 2 is its own again, for the answer."),
+        pool=("The request holds 4 blocks, not 7.", "Block 2 is reused, for output tokens."),
     ),
     Moment(
         title="It ends",
         under="finished, aborted or preempted",
-        scheduler=("Gives back the destination", "with the tail and the answer."),
+        scheduler=("Frees the destination blocks,", "the tail and the output's blocks."),
         down="requests that ended",
-        worker=("Forgets where the request's", "pages lie."),
-        pool=("Nothing of it is left in the pool.",),
+        worker=("Drops the request's page tables.",),
+        pool=("The request holds no block.",),
     ),
 )
 
@@ -249,8 +249,8 @@ def _legend() -> Iterator[str]:
     yield _box(x + 158, y, 14, 14, FREE, stroke=RULE)
     yield _text(x + 180, y + 12, "free", size=12.5)
     note = (
-        "Light: as the prefill or decoding wrote it. Strong: packed. Any layer can read any page,"
-        " so 2 blocks hold 3, 2, 1 and 1 pages for the four layers."
+        "Light: as prefill or decode wrote it. Strong: packed. Any layer can read any page,"
+        " so 2 blocks hold 3, 2, 2 and 1 pages for the four layers."
     )
     yield _text(GUTTER + 4, y + 40, note, size=12.5, colour=QUIET)
 

@@ -1,7 +1,7 @@
-r"""A hook of mkdocs: formulas become MathML, which browsers draw without a script.
+r"""mkdocs hook: turn formulas into MathML, which browsers render without a script.
 
-pymdownx.arithmatex has found them by then, and left ``\(...\)`` or ``\[...\]`` in an element of
-class arithmatex.
+pymdownx.arithmatex has marked them before: ``\(...\)`` or ``\[...\]`` in an element of class
+arithmatex.
 """
 
 import html
@@ -11,28 +11,28 @@ import re
 from latex2mathml.converter import convert
 from mkdocs.structure.pages import Page
 
-log = logging.getLogger("mkdocs.hooks.formulas")  # whose warnings --strict counts
+log = logging.getLogger("mkdocs.hooks.formulas")  # --strict counts warnings of mkdocs.* loggers
 
 _FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<kind>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>',
     re.DOTALL,
 )
 _UNKNOWN = re.compile(r"\\[A-Za-z]+")
-_ARG = re.compile(r"\\arg(?![A-Za-z])")  # which the converter does not know
+_ARG = re.compile(r"\\arg(?![A-Za-z])")  # the converter does not know \arg
 
 
 def on_page_content(text: str, *, page: Page, **_: object) -> str:
-    """The page with each formula drawn; one that cannot be is a warning with its page."""
+    """The page with its formulas as MathML; a formula that fails is a warning with its page."""
 
-    def drawn(found: re.Match[str]) -> str:
+    def as_mathml(found: re.Match[str]) -> str:
         latex = _ARG.sub(r"\\operatorname{arg}", html.unescape(found["latex"]))
         try:
             mathml = convert(latex, display="inline" if found["kind"] == "(" else "block")
-        except Exception as e:  # whatever a parser trips over, the page and the formula are named
+        except Exception as e:  # any parser error: name the page and the formula, and go on
             log.warning("%s: the formula %r cannot be read: %r", page.file.src_uri, latex, e)
             return found[0]
         if unknown := _UNKNOWN.findall(html.unescape(mathml)):
             log.warning("%s: %s is unknown in %r", page.file.src_uri, unknown, latex)
         return mathml
 
-    return _FORMULA.sub(drawn, text)
+    return _FORMULA.sub(as_mathml, text)

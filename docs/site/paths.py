@@ -1,7 +1,7 @@
-"""A hook of mkdocs: the site has the repository's own paths.
+"""mkdocs hook: serve every file of the repository under its own path.
 
-A link then means the same in a checkout, on a code host and on the site. Files of code come along,
-so that mkdocs also checks the links to them.
+Links then work alike in a checkout, on a code host and on the site. Source files are included, so
+mkdocs checks the links to them too.
 """
 
 import os
@@ -12,22 +12,22 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-MADE = {"__pycache__", "build", "dist", "node_modules"}
+BUILD_FOLDERS = {"__pycache__", "build", "dist", "node_modules"}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Every file of the repository in place of those of docs_dir; the theme's stay."""
+    """The repository's files in place of those in docs_dir, and the theme's files."""
     root = Path(config.config_file_path).parent
-    theirs = [file for file in files if file.src_dir != config.docs_dir]
-    ours = [
+    theme_files = [file for file in files if file.src_dir != config.docs_dir]
+    repository_files = [
         File(path.as_posix(), str(root), config.site_dir, config.use_directory_urls)
-        for path in sorted(_below(root))
+        for path in sorted(_repository_paths(root))
     ]
-    return Files([*ours, *theirs])
+    return Files([*repository_files, *theme_files])
 
 
-def _below(root: Path) -> Iterator[Path]:
-    """What git tracks; where there is no git, what lies there."""
+def _repository_paths(root: Path) -> Iterator[Path]:
+    """Paths that git tracks, or without git all paths that no tool made, relative to `root`."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False
     )
@@ -35,12 +35,12 @@ def _below(root: Path) -> Iterator[Path]:
         yield from (Path(name) for name in listed.stdout.splitlines() if (root / name).is_file())
         return
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not _made(name)]
+        subfolders[:] = [name for name in subfolders if not _is_generated(name)]
         for name in names:
-            if not _made(name):
+            if not _is_generated(name):
                 yield (Path(folder) / name).relative_to(root)
 
 
-def _made(name: str) -> bool:
-    """Whether a tool made it, or it is of no use to who reads."""
-    return name.startswith(".") or name in MADE or name.endswith((".egg-info", ".pyc"))
+def _is_generated(name: str) -> bool:
+    """Whether a tool made the file or folder, or readers have no use for it."""
+    return name.startswith(".") or name in BUILD_FOLDERS or name.endswith((".egg-info", ".pyc"))

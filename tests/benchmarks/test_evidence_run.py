@@ -171,4 +171,4 @@ def test_rules_are_judged_beside_the_full_caches(model, tmp_path):
     text = (tmp_path / "evidence.md").read_text()
     assert "| rule | prompts | `snapkv` 0.5 |\n" in text
     assert "| secret | 1 | 100% (100% to 100%) |\n" in text
-    assert "The full cache answered, at least in part: `secret` 1 of 1" in text
+    assert "The uncompressed model gets right, at least in part: `secret` 1 of 1" in text

@@ -25,8 +25,8 @@ def test_each_length_is_in_one_file():
 
 
 def test_what_the_documentation_names_can_be_drawn():
-    """The command that docs/measurements.md gives for the committed picture."""
-    page = (RESULTS.parents[1] / "docs" / "measurements.md").read_text()
+    """The command that docs/measurements-appendix.md gives for the committed picture."""
+    page = (RESULTS.parents[1] / "docs" / "measurements-appendix.md").read_text()
     command = page.split("python -m benchmarks.pieces_picture ")[1].split("`")[0]
     files = [RESULTS / name for name in command.split(" --out")[0].split() if name != "\\"]
     lines = lines_of([json.loads(file.read_text()) for file in files], "first_token_s")

@@ -1,7 +1,7 @@
-"""What the code says of the docs, and what the docs say of the code, is there.
+"""References between code and docs resolve.
 
-Comments cite sections of docs/methods.md by number, tests carry the numbers of docs/traps.md, and
-the docs name methods, files and tests. Any of these may be renamed; then this tells.
+Comments cite sections of docs/methods.md by number, test names have the numbers of docs/traps.md,
+and the docs name methods, files and tests. These tests fail when one of them is renamed.
 """
 
 import ast
@@ -26,13 +26,14 @@ from vllm_kvcompress.methods.selectors import SELECTORS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 METHODS, TRAPS = DOCS / "methods.md", DOCS / "traps.md"
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "deploy/README.md", "docker/README.md")
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in OUTSIDE)]
 CODE = ("vllm_kvcompress", "kernels", "tests", "benchmarks")
 TABLES = {"Allocator": ALLOCATORS, "Scorer": SCORERS, "Selector": SELECTORS}
 
 NUMBER = r"\d+(?:\.\d+)?"
 CITED = re.compile(rf"docs/methods\.md,? ({NUMBER}(?:(?:, | and | to ){NUMBER})*)")
-# how texts were cited that are not in this repository
+# citations of texts outside this repository
 ELSEWHERE = re.compile(r"\b(METHODS|ENGINE|TRAPS) (section )?\d|\bREC rows|\b[A-Z]{4,}\.md \d")
 RUN_TOGETHER = re.compile(r"\s+#?\s*")  # a comment may break a citation into two lines
 
@@ -52,7 +53,7 @@ def headings(path: Path) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    """As GitHub and Python-Markdown both make it."""
+    """The anchor that GitHub and Python-Markdown both make of a heading."""
     return re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-")
 
 
@@ -105,7 +106,7 @@ def test_every_cited_section_exists():
     assert not [at for at in cited if at[1] not in numbered()]
 
 
-def test_nothing_is_cited_that_is_not_in_the_repository():
+def test_citations_stay_in_the_repository():
     assert not [
         (name, match[0])
         for name, text in texts()
@@ -119,7 +120,7 @@ def test_sections_are_numbered_in_order():
 
 
 def part(cell: str) -> tuple[str, str]:
-    """Name and anchor of a link such as ``[`cake`](#23-cake)``, whatever follows."""
+    """Name and anchor of the link at the start of a cell, such as ``[`cake`](#23-cake)``."""
     name, target = re.match(r"\[`(\w+)`\]\(#([\w-]+)\)", cell).groups()
     return name, target
 
@@ -148,13 +149,13 @@ def window_and_lookahead(cell: str) -> tuple[int, int]:
 
 
 def rows_of(body: str) -> list[str]:
-    """Lines of the first table below its head, with an empty first cell of a split."""
+    """The lines of the first table after its head, with a leading space for `split`."""
     lines = [line for line in body.splitlines() if line.startswith("|")]
     return [f" {line}" for line in lines[2:]]
 
 
 def named(number: str, role: str) -> str:
-    """What a section says it is: ``Allocator `cake`.`` and the like."""
+    """The parts of a method that a section describes, such as ``Allocator `cake`.``."""
     found = re.findall(rf"{role} `(\w+)`", numbered()[number])
     return " ".join(f"{role} `{name}`." for name in found)
 
@@ -171,7 +172,7 @@ def test_every_part_of_a_method_has_one_section(role):
 
 
 def numbers_of(test: str) -> set[int]:
-    """``test_trap_04_trap_05_what`` is about 4 and 5: ``pytest -k trap_05`` finds it."""
+    """The traps in a test's name: 4 and 5 for ``test_trap_04_trap_05_what``."""
     return {int(number) for number in re.findall(r"(?<=_trap_)\d\d(?=_)", test)}
 
 
@@ -197,13 +198,13 @@ def test_traps_are_numbered_without_a_gap():
         assert body.index("**Broke.**") < body.index("**Here.**") < body.index("**Shown by**")
 
 
-def test_every_trap_names_a_test_that_carries_its_number():
+def test_every_trap_names_a_test_with_its_number():
     for number, body in traps().items():
         carried = [numbers_of(test) for _, test in named_tests(body)]
         assert any(number in numbers for numbers in carried), number
 
 
-def test_every_test_that_carries_a_number_is_named_there():
+def test_every_test_with_a_number_is_named_by_its_trap():
     carrying = [
         (name, test)
         for name in files()
@@ -217,10 +218,10 @@ def test_every_test_that_carries_a_number_is_named_there():
             assert (name, test) in named_tests(traps()[number]), f"trap {number}: {name}::{test}"
 
 
-# -- what pages name ------------------------------------------------------------------------------
+# -- links, files and tests -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_anchors_resolve(page):
     targets = [
         str(token.attrs.get("href") or token.attrs.get("src"))
@@ -237,7 +238,7 @@ def test_links_and_anchors_resolve(page):
             assert fragment in map(anchor, headings(file)), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_and_tests_that_are_named_exist(page):
     named = [token.content for token in inline(page) if token.type == "code_inline"]
     missing = [text for text in named if (path := path_in(text)) is not None and not is_there(path)]
@@ -250,7 +251,7 @@ def test_files_and_tests_that_are_named_exist(page):
 
 
 def path_in(text: str) -> str | None:
-    """The path that a code span names, alone or before ``::``; None where it names none."""
+    """The path in a code span, alone or before ``::``; None if it has no path."""
     path = text.partition("::")[0].rstrip("/")
     if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*", path) or path.startswith("."):
         return None
@@ -283,21 +284,21 @@ def test_which_code_spans_are_paths(text, path):
     assert path_in(text) == path
 
 
-def test_a_path_that_is_gone_is_missed():
+def test_a_missing_path_is_noticed():
     assert is_there("engine/startup/vllm_hooks.py")
     assert not is_there("engine/startup/seam_table.py")
     assert not is_there("eams.py")
 
 
-def test_every_room_and_every_op_has_its_place_on_the_map():
+def test_the_architecture_page_names_every_package_and_every_op():
     text = (DOCS / "architecture.md").read_text()
     for file in (ROOT / "vllm_kvcompress").glob("[!_]*.py"):
         assert f"`vllm_kvcompress/{file.name}`" in text, file.name
     for parent in ("vllm_kvcompress/engine", "kernels/kvcompress_kernels"):
-        rooms = [path.parent for path in (ROOT / parent).glob("*/__init__.py")]
-        assert len(rooms) > 5
-        for room in rooms:
-            assert f"`{room.relative_to(ROOT).as_posix()}/`" in text, room.name
+        packages = [path.parent for path in (ROOT / parent).glob("*/__init__.py")]
+        assert len(packages) > 5
+        for package in packages:
+            assert f"`{package.relative_to(ROOT).as_posix()}/`" in text, package.name
 
 
 def test_the_figure_is_what_its_script_draws():
@@ -305,9 +306,9 @@ def test_the_figure_is_what_its_script_draws():
     assert (DOCS / "request_life.svg").read_text() == script["draw"]()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_are_written_so_that_they_are_checked(page):
-    """mkdocs does not look into HTML, and shows a link without its definition as it is written."""
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_use_a_form_that_mkdocs_checks(page):
+    """mkdocs ignores links in HTML, and prints a reference link that has no definition."""
     for token in inline(page):
         wrong = {"html_inline": r"<(a|img)\b", "text": r"\]\[\w"}.get(token.type)
         assert wrong is None or not re.search(wrong, token.content), token.content

@@ -1,4 +1,4 @@
-"""docs/research.md is followed as written: its file, the change of the table, each program."""
+"""docs/research.md works as printed: its scorer, the change to the table, and each program."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ PROGRAMS = ("compress.py", "try_vatp.py")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """The sources as somebody has them who did what the page says."""
+    """A copy of the sources after the steps of the page."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("vllm_kvcompress", "kernels"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,9 +43,9 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def vatp(monkeypatch) -> type:
-    """The page's scorer in this process, under its name."""
+    """The page's scorer, registered in this process."""
     module = types.ModuleType("vatp")
-    monkeypatch.setitem(sys.modules, "vatp", module)  # where a dataclass looks itself up
+    monkeypatch.setitem(sys.modules, "vatp", module)  # dataclasses look themselves up there
     exec(compile(FILES[SCORER], SCORER, "exec"), module.__dict__)
     monkeypatch.setitem(SCORERS, "vatp", module.Vatp)
     return module.Vatp
@@ -66,6 +66,11 @@ def run(folder: Path, *command: str) -> str:
 
 def test_the_page_has_a_file_and_two_programs():
     assert set(FILES) == {SCORER, *PROGRAMS}
+
+
+def test_a_scorer_takes_fewer_than_40_lines():
+    shown = [FILES[SCORER], CHANGE, FILES["try_vatp.py"]]
+    assert len([line for text in shown for line in text.splitlines() if line.strip()]) < 40
 
 
 def test_plain_tensors_are_compressed(checkout):
@@ -109,24 +114,24 @@ def test_it_computes_the_pages_formula(vatp, power):
     )
 
 
-def test_its_parameters_are_checked_as_any_others(vatp):
+def test_its_parameters_are_checked(vatp):
     assert CompressionConfig.parse({"scorer": "vatp"}).build_scorer() == vatp(power=1.0)
     with pytest.raises(ConfigError, match=r"'pwoer'.*did you mean 'power'"):
         CompressionConfig.parse({"scorer": "vatp", "scorer_params": {"pwoer": 2}})
 
 
 @pytest.mark.engine
-def test_it_answers_in_the_engine(vatp, tmp_path):
-    """A prompt of 300 tokens, its pages as budgeted, and another choice than SnapKV's."""
-    prompt, answers = tokens(300, seed=5), {}
+def test_it_runs_in_the_engine(vatp, tmp_path):
+    """A prompt of 300 tokens keeps the budgeted pages, and other tokens than with SnapKV."""
+    prompt, outputs = tokens(300, seed=5), {}
     budget = 3 * BLOCK + 300 % BLOCK  # three pages of each layer, and the tail
     for scorer in ("vatp", "snapkv"):
         chosen = settings("custom", budget, scorer=scorer, usage=True)
         with engine(make("llama-gqa", tmp_path), additional_config=chosen) as llm:
-            (answer,) = llm.outputs([prompt], 12)
-            assert len(answer.outputs[0].token_ids) == 12
-            answers[scorer] = answer
-    told = answers["vatp"].kv_compress
-    assert told["prompt_tokens"] == 300
-    assert told["layer_tokens"] == [budget] * 4
-    assert answers["vatp"].outputs[0].token_ids != answers["snapkv"].outputs[0].token_ids
+            (output,) = llm.outputs([prompt], 12)
+            assert len(output.outputs[0].token_ids) == 12
+            outputs[scorer] = output
+    kept = outputs["vatp"].kv_compress
+    assert kept["prompt_tokens"] == 300
+    assert kept["layer_tokens"] == [budget] * 4
+    assert outputs["vatp"].outputs[0].token_ids != outputs["snapkv"].outputs[0].token_ids

@@ -1,0 +1,137 @@
+"""README stays short, its commands and its request run as printed, and its figures are measured."""
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from checkpoints import talking
+from forks import serve_forking
+from vllm_kvcompress.cli import app
+from vllm_kvcompress.engine.startup.cli_args import add_flags
+from vllm_kvcompress.settings.config import CompressionConfig
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text()
+URL = "http://127.0.0.1:8000"
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+(REQUEST,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str, program: str) -> list[list[str]]:
+    """The arguments of each command of `program` on a page, without comments."""
+    named = re.findall(rf"(?:^    (?:\$ )?|`)({program} [^`\n]+)", page, re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in named]
+
+
+def settings(arguments: list[str]) -> CompressionConfig:
+    """What a ``vllm serve`` of README sets; every argument that is not ours is an error."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("command")
+    parser.add_argument("model")
+    add_flags(parser)
+    parsed = vars(parser.parse_args(arguments))
+    ours = {key.removeprefix("kv_"): value for key, value in parsed.items() if key[:3] == "kv_"}
+    return CompressionConfig.parse({key: value for key, value in ours.items() if value is not None})
+
+
+def cells(first: str) -> list[str]:
+    """The cells of the one table line that begins so, without the first."""
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {first}")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_it_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 90
+    assert len(README.split()) <= 900
+    code = re.findall(r"^```.*?^```$", README, re.MULTILINE | re.DOTALL)
+    assert max(map(len, set(lines) - set("\n".join(code).splitlines()))) <= 110
+    assert any("vllm serve" in line for line in lines[:25])
+
+
+def test_its_servers_start_with_flags_that_exist():
+    served = [settings(arguments) for arguments in commands(README, "vllm")]
+    assert [each.budget for each in served] == [0.2, 0.5, 0.2, 0.1]
+    assert {each.compress for each in served} == {"cake-chunk"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
+def test_its_commands_exist_with_their_options(page):
+    found = commands((ROOT / page).read_text(), "kvcompress")
+    assert len(found) > 2
+    click = typer.main.get_command(app)
+    for name, *arguments in found:
+        if name in click.commands:
+            numbers = ["1" if word == "TOKENS" else word for word in arguments]
+            click.commands[name].make_context(name, numbers)
+        else:
+            assert name == "--version"
+
+
+# -- figures ------------------------------------------------------------------------------------
+
+
+def test_memory_and_speed_are_of_the_run_that_is_linked():
+    run = json.loads((RESULTS / "engine_cpu_6000_cake_chunk.json").read_text())
+    off, on = run["configurations"]["off"], run["configurations"]["on"]
+    memory = [str(side["blocks_in_use"]) for side in (off, on)]
+    speed = [f"{side['decode_step_ms']:.0f} ms" for side in (off, on)]
+    assert cells("**Memory:**")[:2] == memory
+    assert cells("**Speed:**")[:2] == speed
+    assert f"adds {run['ratios']['compression_share_of_prefill']:.1%}".replace("%", " %") in README
+
+
+def test_concurrency_is_of_the_run_that_is_linked():
+    servers = json.loads((RESULTS / "concurrency_cpu_1500.json").read_text())["servers"]
+    names = ("vLLM alone", "look-ahead, preemption")
+    means = [f"{servers[name][0]['running_mean']:.1f}" for name in names]
+    assert cells("**Concurrency:**")[:2] == means
+
+
+@pytest.mark.parametrize(
+    ("setting", "budget"), [("Safe", 0.5), ("Recommended", 0.2), ("Smallest", 0.1)]
+)
+def test_quality_is_the_lower_of_both_places_of_the_instruction(setting, budget):
+    text = (RESULTS / "ordinary.md").read_text()
+    lines = re.findall(rf"^\| `cake-chunk` \| {budget} \|.*$", text, re.MULTILINE)
+    shares = [int(re.search(r"; (\d+)%", line.split("|")[-2])[1]) for line in lines[:2]]
+    _, memory, quality = cells(setting)
+    assert memory == f"{budget * 100:.0f} %"
+    assert quality == f"{min(shares)} %"
+    if setting == "Recommended":
+        assert cells("**Quality, a loss:**")[1] == quality
+
+
+def test_the_h200_did_what_is_said():
+    checks = json.loads((RESULTS / "gpu_h200_serving.json").read_text())["checks"]
+    figures = {check["name"]: check["figure"] for check in checks}
+    assert round(108 / 17, 4) == figures["108 requests of 8192, one pool: most_at_once, times"]
+    later = figures["1 x 8192: first token, budget 0.1"] - 1
+    assert "108 requests at once, not 17" in README
+    assert f"{later * 100:.1f} % later" in README
+
+
+# -- the request --------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_the_request_is_compressed_by_the_server(demo_model, tmp_path, monkeypatch, capsys):
+    (_, _, *flags), *_ = commands(README, "vllm")
+    flags += ["--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "2560"]
+    model = talking(tmp_path, demo_model)
+    monkeypatch.chdir(ROOT)
+    with serve_forking(model, [*flags, "--dtype", "float32"], tmp_path) as server:
+        exec(REQUEST.replace(URL, server.url), {})
+        printed = capsys.readouterr().out
+        told = re.search(r"^\{'method'.*\}$", printed, re.MULTILINE)[0]
+        kept, tokens = (
+            float(re.search(rf"'{key}': ([\d.]+)", told)[1])
+            for key in ("kept_tokens", "prompt_tokens")
+        )
+        assert 0.15 < kept / tokens < 0.25
