@@ -4,8 +4,8 @@
 
 Compiles each `Build` with Triton's own ptxas for each architecture and disassembles it with
 cuobjdump. Exits with 1 if a kernel does not compile, spills registers, needs more shared memory
-than the GPU has, or lacks the 16-byte loads or tensor-core instructions that it was written for. Triton
-caches compiled kernels, so a second run takes seconds.
+than the GPU has, or lacks the 16-byte loads or tensor-core instructions that it was written for.
+Triton caches compiled kernels, so a second run takes seconds.
 """
 
 import argparse
