@@ -151,7 +151,7 @@ def merging(dtype):
 @float8
 def test_merging_refuses_a_quantised_cache(float8):
     merging(torch.bfloat16)
-    with pytest.raises(ValueError, match=f"would have to be quantised anew; got {float8}"):
+    with pytest.raises(ValueError, match=f"merged tokens would be quantised again; got {float8}"):
         merging(float8)
 
 

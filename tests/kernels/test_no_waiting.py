@@ -100,7 +100,7 @@ CALLS = {
         for into in (None, pages(64))
     ],
     "select": lambda: [
-        select(SCORES, on_device(6), on_device(6), 96, first=4, last=on_device(6)),
+        select(SCORES, on_device(6), on_device(6), 96, num_first=4, num_last=on_device(6)),
         select(SCORES, 200, on_device(6), 96),
     ],
     "select_chunks": lambda: [

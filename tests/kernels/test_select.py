@@ -47,9 +47,14 @@ def test_rows_equal_a_sort(kind, width):
 def test_protected_columns_count(kind):
     """The protected ones are kept first; the others are the best between them."""
     scores = rows(kind, 3, 60)
-    columns, keep, first, last = ints(60, 60, 60), ints(20, 5, 2), ints(4, 4, 4), ints(6, 6, 6)
-    got = select(scores, columns, keep, 30, first=4, last=last)
-    assert torch.equal(got, reference.run(scores, columns, keep, 30, first, last))
+    columns, keep, num_first, num_last = (
+        ints(60, 60, 60),
+        ints(20, 5, 2),
+        ints(4, 4, 4),
+        ints(6, 6, 6),
+    )
+    got = select(scores, columns, keep, 30, num_first=4, num_last=num_last)
+    assert torch.equal(got, reference.run(scores, columns, keep, 30, num_first, num_last))
     middle = [4 + j for j in top(scores[0, 4:54].tolist(), 10)]
     assert got[0].tolist() == padded([*range(4), *middle, *range(54, 60)], 30)
     assert got[1].tolist() == padded([0, 1, 2, 3, 59], 30)
@@ -83,7 +88,7 @@ def test_nothing_to_choose_from(count, width, most):
     scores, few = torch.zeros(count, width), torch.full((count,), width, dtype=torch.int32)
     keep = torch.zeros(count, dtype=torch.int32)
     for got in (
-        select(scores, few, keep, most, first=1, last=1),
+        select(scores, few, keep, most, num_first=1, num_last=1),
         select_chunks(scores, few, keep, most, size=4),
     ):
         assert got.tolist() == [[-1] * most] * count
@@ -123,10 +128,10 @@ def test_columns_of_all_rows():
         ({"scores": torch.zeros(3, 2).T}, "rows of scores must have stride 1"),
         ({"columns": ints(3)}, r"columns must be \[2\]"),
         ({"keep": torch.tensor([1, 1])}, "keep must be int32"),
-        ({"most": -1}, "most must not be negative"),
+        ({"max_kept": -1}, "max_kept must not be negative"),
     ],
 )
 def test_arguments_are_checked(change, message):
-    good = {"scores": torch.zeros(2, 3), "columns": ints(3, 3), "keep": ints(1, 1), "most": 2}
+    good = {"scores": torch.zeros(2, 3), "columns": ints(3, 3), "keep": ints(1, 1), "max_kept": 2}
     with pytest.raises(ValueError, match=message):
         select(**good | change)

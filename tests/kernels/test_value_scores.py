@@ -316,7 +316,7 @@ def test_shapes_are_checked(change, message):
     ("change", "message"),
     [
         ({"weights": torch.zeros(4, 40)}, r"weights must be \[N, Hq, tokens\]; got \(4, 40\)"),
-        ({"weights": torch.zeros(0, 4, 40)}, "there must be a row; got 0"),
+        ({"weights": torch.zeros(0, 4, 40)}, "there must be at least one row; got 0"),
         ({"weights": torch.zeros(2, 4, 39)}, r"weights must be \[N, Hq, 40\]"),
         ({"pages": GOOD["pages"][None]}, r"pages must be \[2, 3\]; got \(1, 3\)"),
         ({"lengths": torch.zeros(2)}, r"lengths must be \[2\] int32"),

@@ -215,7 +215,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"queries": []}, "there must be a layer; got 0"),
+        ({"queries": []}, "there must be at least one layer; got 0"),
         ({"queries": [torch.zeros(4, 4, 8)]}, r"pages must be \[1, 3\]; got \(2, 3\)"),
         ({"queries": [torch.zeros(4, 4, 8), torch.zeros(3, 4, 8)]}, "one shape and dtype"),
         ({"queries": [torch.zeros(4, 4, 8), torch.zeros(4, 4, 8).half()]}, "one shape and dtype"),
@@ -223,7 +223,7 @@ GOOD = {
         ({"queries": [torch.zeros(1, 4, 8)] * 2}, "a variance needs a window of at least 2"),
         ({"queries": [torch.zeros(4, 3, 8)] * 2}, "Hq must be a multiple of Hkv=2"),
         ({"queries": [torch.zeros(4, 4, 6)] * 2}, "key_pages must have head dim 6"),
-        ({"pooled": True}, "pooled is of a maximum; ask for that too"),
+        ({"pooled": True}, "pooled needs maximum"),
         ({"pages": torch.zeros(2, 2, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
         ({"pages": torch.zeros(3, dtype=torch.int64)}, r"pages must be \[2, 3\]"),
     ],

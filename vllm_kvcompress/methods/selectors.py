@@ -140,7 +140,7 @@ class HeavyRecent:
         rows, heads = scores.flatten(0, 1), scores.shape[1]
         recents = _per_row(self._recents(keep, after), heads)
         columns, counts = _per_row(past, heads), _per_row(keep, heads)
-        best = select(rows, columns, counts, most, first=self.sinks, last=recents)
+        best = select(rows, columns, counts, most, num_first=self.sinks, num_last=recents)
         return best.view(*scores.shape[:2], most)
 
     def _recents(self, keep: torch.Tensor, after: int) -> torch.Tensor:

@@ -1,12 +1,14 @@
-"""CPU form of `column_sums`: float32, blocks of rows against all the keys they can see.
+"""Torch code of `column_sums` for a CPU: float32, blocks of rows times all keys they can see.
 
-The exponentials of a block stay in its buffer until their row sums are known; the columns' shares
-are then one product with the reciprocal sums. ``exp`` needs no row maximum unless a sum over- or
-underflows: such a block is done again with it. Keys that outgrow `KEYS` are read span by span,
-after a pass of their own for each row's LSE: a second QK^T, and memory bounded for any prompt.
+The exponentials of a block stay in its buffer until the row sums are known. The column sums are
+then one product with the reciprocal row sums. ``exp`` runs without subtracting the row maximum; a
+block whose sums over- or underflow is repeated with it.
 
-Even and odd positions are separate batches, two per KV head: three products would leave one of two
-threads idle for a quarter of the time.
+Keys of more than `KEYS` bytes are read in spans, in two passes: the first computes each row's LSE,
+the second repeats QK^T for the sums. This bounds the memory for any prompt length.
+
+Even and odd positions are separate batches, so that there are two per KV head. A model with three
+KV heads would otherwise run three products and leave one of two threads idle a quarter of the time.
 """
 
 from collections.abc import Iterator
@@ -15,25 +17,26 @@ from typing import NamedTuple
 import torch
 
 ROWS = 32
-"""Query positions in a block, at most."""
+"""Maximum number of query positions in a block."""
 LOGITS = 8 << 20
-"""Bytes of one block's logits, unless 8 rows take more."""
+"""Maximum bytes of one block's logits, unless 8 rows need more."""
 KEYS = 24 << 20
-"""Bytes of float32 keys."""
+"""Maximum bytes of float32 keys in memory."""
 SAFE = 1e-20, 1e30
-"""Row sums in between lost no term that matters and are far from overflow."""
+"""Row sums in this range are far from overflow and have lost no significant term."""
 
 
 class _Tile(NamedTuple):
-    """A block of R rows and its n key columns of either parity: ``[2, Hq, R, n]`` logits.
+    """A block of R query rows and n key columns of each parity: ``[2, Hq, R, n]`` logits.
 
     Args:
-        rows: of the query.
-        columns: of the sums.
-        q: ``[2 * Hkv, G * R, D]``.
-        k: ``[2 * Hkv, D, n]``, scaled.
-        future: ``[2, 1, R, m]``, whether the key is after the row, for the last m columns.
-        buffer: ``[2 * Hkv, G * R, n]``.
+        rows: query rows.
+        columns: columns of the sums.
+        q: queries ``[2 * Hkv, G * R, D]``.
+        k: scaled keys ``[2 * Hkv, D, n]``.
+        future: ``[2, 1, R, m]``, causal mask of the last m columns: True if the key is after the
+            row.
+        buffer: memory for the logits ``[2 * Hkv, G * R, n]``.
     """
 
     rows: slice
@@ -60,7 +63,7 @@ def run(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     count, heads, dim = query.shape
-    # the logit of a sink that is not there
+    # Without sinks, exp(-inf) adds nothing to the row sums.
     sink = query.new_full((heads, 1), -torch.inf, dtype=torch.float32)
     sink = sink if sinks is None else sinks[:, None]
     span = 2 * max(KEYS // (8 * key_pages.shape[1] * dim), 1)
@@ -76,8 +79,8 @@ def run(
     else:
         lse = sink[:, None].repeat(1, count, 1)
         for tile in tiles():
-            of = lse[:, tile.rows]
-            of.copy_(torch.logaddexp(of, _log_sum(tile)))
+            tile_lse = lse[:, tile.rows]
+            tile_lse.copy_(torch.logaddexp(tile_lse, _log_sum(tile)))
         for tile in tiles():
             x = tile.logits().sub_(lse[:, tile.rows]).exp_()
             tile.fill_future(x, 0.0)
@@ -93,7 +96,7 @@ def _tiles(
     scale: float,
     span: int,
 ) -> Iterator[_Tile]:
-    """Every tile that holds a key some row can see; every row of a tile sees one of its keys."""
+    """Yield the tiles in which every row sees at least one key."""
     count, heads, dim = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
     past, group = tokens - count, heads // kv_heads
@@ -101,7 +104,7 @@ def _tiles(
     rows = min(max(LOGITS // (8 * heads * half), 8), ROWS, count)
     for start in range(0, tokens, span):
         at = start + torch.arange(2 * half, device=query.device).view(half, 2).T  # [2, half]
-        # AttentionStats past the prompt are in every row's future, so any token may stand for them.
+        # Columns past the prompt are masked in every row, so they may read any token.
         token = at.clamp_max(tokens - 1)
         k = key_pages[pages[token // block], :, :, token % block].permute(0, 2, 3, 1)
         k = k.float().contiguous().mul_(scale).view(2 * kv_heads, dim, half)
@@ -124,10 +127,11 @@ def _tiles(
 
 
 def _exponentials(tile: _Tile, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``exp`` of the logits times a factor per row, and the row sums ``[Hq, R]``.
+    """Return ``exp`` of the logits, up to one factor per row, and the row sums ``[Hq, R]``.
 
     Args:
-        sink: ``[Hq, 1]`` logits that the sums include.
+        tile: block of rows and keys.
+        sink: ``[Hq, 1]`` sink logits, which the sums include.
     """
     x = tile.logits().exp_()
     tile.fill_future(x, 0.0)
@@ -143,7 +147,7 @@ def _exponentials(tile: _Tile, sink: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _log_sum(tile: _Tile) -> torch.Tensor:
-    """Log of the row sums ``[Hq, R, 1]`` of ``exp``."""
+    """Return the logsumexp of each row over the tile's keys, ``[Hq, R, 1]``."""
     x = tile.logits()
     tile.fill_future(x, -torch.inf)
     top = x.amax(-1, keepdim=True).amax(0)

@@ -1,8 +1,8 @@
-"""Definition of `column_sums`, in float64: the whole attention matrix, summed by columns."""
+"""Reference for `column_sums` in float64: sums the columns of the full attention matrix."""
 
 import torch
 
-from kvcompress_kernels.prompt import attention, cached_keys
+from kvcompress_kernels.cached_prompt import attention, cached_keys
 
 
 def run(

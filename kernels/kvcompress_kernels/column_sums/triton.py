@@ -1,17 +1,18 @@
 """Triton kernels of `column_sums`: two launches, no S x S matrix.
 
-The kernels take rows of prompts; a row is launched alone.
+The kernels support several prompts per launch (axis N), but `run` passes one.
 
-1. `_lse_kernel`, per tile of query rows and query head: log of the row sums, by an online maximum
+1. `_lse_kernel`, per tile of query rows and query head: the LSE of each row, with an online maximum
    and sum over the key tiles that the rows see.
-2. `_sum_kernel`, per tile of keys and query head: the transposed logits ``k q^T`` of the row tiles
-   that see it, one after another, and the sums of ``exp(s - LSE)``. A column belongs to one
-   program, so no atomics; keys are the rows of the product, so that a thread adds up most of what
-   it holds by itself and a column's sum takes two registers, not a tile of them.
+2. `_sum_kernel`, per tile of keys and query head: the transposed logits ``k q^T`` of each row tile
+   that sees the keys, and the sums of ``exp(s - LSE)``. Each column belongs to one program, so
+   there are no atomics. Keys are the rows of the product, so that a thread sums most of its
+   elements itself, and the sum of a column takes two registers instead of a tile of them.
 
-Logits are in base 2. Both launches put the longest programs first. The G heads of a KV head are
-neighbours, so that keys come from L2 for all but one. A row stays in one order of key tiles and a
-column in one order of row tiles: results are the same in any batch.
+Logits are in base 2. Both launches start the longest programs first. Programs of the G query heads
+of a KV head are adjacent in the grid, so that all except the first read the keys from L2. Every row
+visits key tiles in one order and every column visits row tiles in one order, so results do not
+depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from kvcompress_kernels.contract import require
 from kvcompress_kernels.float8_triton import widened
 
 LOG2_E = 1.4426950408889634
-# Integers that differ by prompt: the launcher compiles anew for 1 and for multiples of 16.
 VARY = ["width", "s_pages", "s_lse"]
+"""Integers that differ by prompt. Triton would specialise for 1 and for multiples of 16."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -46,33 +47,33 @@ def _keys(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Keys ``[D, tokens]`` of one KV head, 0 past the head dim and where no slot of a run is read.
+    """Load keys ``[D, tokens]`` of one KV head, 0 past the head dim and past the prompt.
 
-    Slots of a run share a mask, or each would be a load of its own: up to RUN - 1 tokens past the
-    prompt are then read. Whatever they hold stays in their own columns.
+    RUN slots share a mask, because a mask per slot would load each slot separately. So up to
+    RUN - 1 tokens past the prompt may be read. They only affect their own columns.
     """
-    if BLOCK:  # a division by a constant
+    if BLOCK:  # dividing by a constant is cheaper
         index, slot = token // BLOCK, token % BLOCK
     else:
         index, slot = token // block, token % block
     live = token // RUN * RUN < tokens
     page = tl.load(pages + index, mask=live, other=0).to(tl.int64)
     at = (page * s_page + slot.to(tl.int64) * s_slot)[None, :] + dim.to(tl.int64)[:, None] * s_dim
-    if RUN > 1:  # slots of a block side by side, which a look into the page table hides
+    if RUN > 1:  # The compiler cannot see through the page table that slots are contiguous.
         at = tl.max_contiguous(tl.multiple_of(at, [1, RUN]), [1, RUN])
     return tl.load(keys + at, mask=live[None, :] & (dim < DIM)[:, None], other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _queries(query, first, row, rows, head, dim, s_row, s_head, s_dim, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Query ``[rows, D]`` of one head, 0 past the chunk or the head dim."""
+    """Load queries ``[rows, D]`` of one head, 0 past the last row and past the head dim."""
     at = (first + row)[:, None] * s_row + head * s_head + dim.to(tl.int64)[None, :] * s_dim
     return tl.load(query + at, mask=(row < rows)[:, None] & (dim < DIM)[None, :], other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lse_tile(top, total, q, k, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Maxima and sums of the rows, base 2, after another tile of keys."""
+    """Return the row maxima and sums, base 2, updated with another tile of keys."""
     s = tl.dot(q, widened(k, q.dtype), input_precision="ieee")
     if MASK:
         s = tl.where(token[None, :] <= row[:, None], s, -float("inf"))
@@ -89,7 +90,7 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     pages,
     tokens,
     lse,
-    sinks,  # [Hq], in base 2; None without
+    sinks,  # [Hq] in base 2, or None
     scale,
     block,
     s_row,
@@ -109,7 +110,7 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Base-2 LSE ``[Hq, R]`` of each row's scaled logits; `scale` includes log2(e)."""
+    """Write the base-2 LSE ``[Hq, R]`` of each row's scaled logits. `scale` includes log2(e)."""
     head, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     first = tl.load(starts + n).to(tl.int64)
@@ -126,10 +127,10 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
-        # one more term of the row's sum, which no column gets
+        # A sink adds a term to the row's sum but has no column.
         top = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head)
         total += 1.0
-    seen = (past + start + 1) // COLUMNS * COLUMNS  # tiles below it are seen by every row
+    seen = (past + start + 1) // COLUMNS * COLUMNS  # every row sees all tiles below this column
     for at in range(0, seen, COLUMNS):
         token = at + tl.arange(0, COLUMNS)
         k = _keys(keys, pages, token, count, dim, block, s_page, s_dim, s_slot, DIM, BLOCK, RUN)
@@ -143,10 +144,10 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_tile(total, k, q, lse, scale, row, token, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of the columns after another tile of rows."""
+    """Return the column sums, updated with another tile of rows."""
     s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [columns, rows]
     s = s * scale - lse[None, :]
-    if MASK:  # before exp2, which a future key may take to infinity
+    if MASK:  # before exp2, because the logit of a future key may overflow
         s = tl.where(token[:, None] <= row[None, :], s, -float("inf"))
     return total + tl.sum(tl.exp2(s), 1)
 
@@ -180,7 +181,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Column sums ``[N, Hq, width]``, 0 past a prompt."""
+    """Write the column sums ``[N, Hq, width]``, 0 past a prompt."""
     head, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     at = tl.program_id(1) * COLUMNS
     token = at + tl.arange(0, COLUMNS)
@@ -196,12 +197,13 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     if at < count:
         k = _keys(keys, pages, token, count, dim, block, s_page, s_dim, s_slot, DIM, BLOCK, RUN)
         k = tl.trans(widened(k, query.dtype.element_ty))
-        low = tl.maximum(at - past, 0) // ROWS * ROWS  # tiles below it see none of the keys
-        full = tl.cdiv(tl.maximum(at + COLUMNS - 1 - past, 0), ROWS) * ROWS  # from it on, all
+        # Row tiles below `low` see none of the keys; row tiles from `full` on see all of them.
+        low = tl.maximum(at - past, 0) // ROWS * ROWS
+        full = tl.cdiv(tl.maximum(at + COLUMNS - 1 - past, 0), ROWS) * ROWS
         for start in range(low, tl.minimum(full, rows), ROWS):
             row = start + tl.arange(0, ROWS)
             q = _queries(query, first, row, rows, head, dim, s_row, s_query_head, s_query_dim, DIM)
-            # no row: exp2(0 - inf) = 0
+            # Rows past the last one add exp2(0 - inf) = 0.
             of = tl.load(lse + row, mask=row < rows, other=float("inf"))
             total = _sum_tile(total, k, q, of, scale, past + row, token, True)
         for start in range(full, rows, ROWS):
@@ -215,20 +217,28 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the configurations follow from; `run` is the RUN of `_keys`."""
+    """Sizes that determine the kernel configurations.
+
+    Args:
+        group: query heads per KV head.
+        dim: head dimension.
+        block: tokens per page.
+        run: RUN argument of `_keys`.
+        bytes: bytes of an element of the query.
+    """
 
     group: int
     dim: int
     block: int
     run: int
     bytes: int
-    """Of an element of the query."""
 
     def lse(self) -> dict[str, Any]:
         return self._tiles(128)
 
     def sums(self) -> dict[str, Any]:
-        # Two programs share a multiprocessor: while one multiplies, the other takes exp2.
+        # With 64 rows two programs share a multiprocessor: one multiplies while the other
+        # computes exp2.
         return self._tiles(64)
 
     def _tiles(self, rows: int) -> dict[str, Any]:
@@ -259,11 +269,12 @@ def run(
     name, dtypes = "column_sums", (query.dtype, key_pages.dtype)
     check_cache(name, key_pages)
     ok = dtypes[0] in FLOATS and dtypes[1] in (dtypes[0], *FLOAT8)
-    require(ok, name, f"one of {list(FLOATS)} for both, or float8 keys", dtypes)
+    rule = f"queries must be one of {list(FLOATS)}, and keys the same dtype or float8"
+    require(ok, name, rule, dtypes)
     rows, heads, dim = query.shape
     _, kv_heads, _, block = key_pages.shape
     shape = _Shape(heads // kv_heads, dim, block, _run(key_pages), query.element_size())
-    # filled on the device: copying from the host would wait for it
+    # Fill on the device, because a copy from the host would sync.
     starts = torch.arange(0, 2 * rows, rows, dtype=torch.int32, device=query.device)
     count = torch.full((1,), tokens, dtype=torch.int32, device=query.device)
     lse = query.new_empty(heads, rows, dtype=torch.float32)
@@ -283,38 +294,39 @@ def run(
 
 
 def _run(key_pages: torch.Tensor) -> int:
-    """Slots side by side in memory that every load of keys may rely on; 1 for dims side by side."""
+    """Return how many slots of a page every load may assume contiguous: 16 or 1."""
     page, head, dim, slot = key_pages.stride()
     aligned = all(s % 16 == 0 for s in (page, head, dim, key_pages.shape[3]))
     return 16 if slot == 1 and aligned and key_pages.data_ptr() % 16 == 0 else 1
 
 
 def builds(sm: int) -> list[Build]:
-    """Blocks of 16 for 32 query heads on 8 KV heads; keys of bf16 or, a few, of float8.
+    """Return builds for blocks of 16 and 32 query heads on 8 KV heads, in bf16 and partly float8.
 
-    Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
-    stores them transposed, where no kernel runs.
+    Head dims of a key are contiguous, as in every CUDA backend of vLLM. Only the CPU backend stores
+    keys transposed, and no Triton kernel runs there.
     """
     all_builds = []
-    for dim, of in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
+    for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         shape = _Shape(4, dim, 16, 1, 2)
-        if dim in (64, 128) and of == "*bf16":  # gpt-oss has 64
+        if dim in (64, 128) and kind == "*bf16":  # gpt-oss has 64
             lse = shape.lse()
-            all_builds.append(_build(f"column_sums lse D{dim} sinks", _lse_kernel, lse, of, True))
+            all_builds.append(_build(f"column_sums lse D{dim} sinks", _lse_kernel, lse, kind, True))
         for step, kernel, config in (
             ("lse", _lse_kernel, shape.lse()),
             ("sums", _sum_kernel, shape.sums()),
         ):
-            all_builds.append(_build(f"column_sums {step} D{dim}{named(of)}", kernel, config, of))
+            name = f"column_sums {step} D{dim}{named(kind)}"
+            all_builds.append(_build(name, kernel, config, kind))
     return all_builds
 
 
-def _build(name: str, kernel: Any, config: dict[str, Any], of: str, sinks: bool = False) -> Build:
+def _build(name: str, kernel: Any, config: dict[str, Any], kind: str, sinks: bool = False) -> Build:
     config = dict(config, s_query_dim=1, s_dim=1)
     if not sinks and "sinks" in kernel.arg_names:
         config["sinks"] = None
     warps, stages = config.pop("num_warps"), config.pop("num_stages")
-    kinds = dict(query="*bf16", keys=of, pages="*i64", starts="*i32", tokens="*i32")
+    kinds = dict(query="*bf16", keys=kind, pages="*i64", starts="*i32", tokens="*i32")
     kinds |= dict(lse="*fp32", sums="*fp32", sinks="*fp32", scale="fp32")
     signature = {arg: kinds.get(arg, "i32") for arg in kernel.arg_names if arg not in config}
     return Build(

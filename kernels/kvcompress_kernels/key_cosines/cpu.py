@@ -1,4 +1,4 @@
-"""CPU form of `key_cosines`: float32, tiled over pages, the keys read twice."""
+"""Torch code of `key_cosines` for a CPU: float32, tiled over pages. It reads the keys twice."""
 
 from collections.abc import Iterator
 
@@ -21,12 +21,12 @@ def run(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tens
 
 
 def _unit_keys(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> Iterator[torch.Tensor]:
-    """Keys over their norms ``[Hkv, n, D]``, tile by tile."""
+    """Yield the normalised keys ``[Hkv, n, D]``, one tile of pages at a time."""
     _, kv_heads, dim, block = key_pages.shape
     step = max(TILE // (4 * kv_heads * block * dim), 1)
     for first in range(0, len(pages), step):
         k = key_pages[pages[first : first + step]].permute(1, 0, 3, 2)  # [Hkv, n, block, D]
-        # dims side by side: sums over strided ones differ in order between slots
+        # Contiguous head dims: sums over strided dims differ in order between slots.
         k = k.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
         k = k[:, : tokens - first * block]
         yield k / vector_norm(k, dim=-1, keepdim=True).clamp_min(1e-12)

@@ -1,8 +1,8 @@
-"""Definition of `key_cosines`, in float64."""
+"""Reference for `key_cosines` in float64."""
 
 import torch
 
-from kvcompress_kernels.prompt import cached_keys
+from kvcompress_kernels.cached_prompt import cached_keys
 
 
 def run(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""`key_cosines` as Triton kernels, K read twice.
+"""Triton kernels of `key_cosines`. They read K twice.
 
 1. `_sum_kernel`, per tile of tokens and KV head: the sum of the tile's unit keys.
-2. `_anchor_kernel`, per KV head: the tiles' sums, over their norm.
+2. `_anchor_kernel`, per KV head: the normalised sum of the tiles' sums.
 3. `_cosine_kernel`, per tile of tokens and KV head: the cosines.
 
-Tiles have one size, and each sum has one order: no atomics, the same bits in every run.
+All tiles have the same size, each sum has a fixed order, and there are no atomics, so results are
+the same bit for bit in every run.
 """
 
 from itertools import product
@@ -18,12 +19,12 @@ from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
 from kvcompress_kernels.paged_triton import CHUNK, VARY, known_block, tile_of, token_rows
 
 ROWS = 32
-"""Tiles' sums that `_anchor_kernel` reads at a time."""
+"""Sums of tiles that `_anchor_kernel` loads at a time."""
 
 
 @triton.jit
 def _inverse_norms(k):  # type: ignore[no-untyped-def]
-    """Of each row of a tuple of ``[tokens, CHUNK]``."""
+    """Return the inverse norm of each token ``[tokens]``, from a tuple of ``[tokens, CHUNK]``."""
     squares = k[0] * k[0]
     for c in tl.static_range(1, len(k)):
         squares += k[c] * k[c]
@@ -45,7 +46,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums ``[Hkv, tiles, D]`` of unit keys."""
+    """Write the sums ``[Hkv, tiles, D]`` of unit keys."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
     live = token < tokens
@@ -62,7 +63,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def _anchor_kernel(  # type: ignore[no-untyped-def]
     sums, anchors, tokens, tiles, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Directions ``[Hkv, D]`` of the means."""
+    """Write the normalised mean of the unit keys, ``[Hkv, D]``."""
     head = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, PAD)
     sums += head * tiles * DIM
@@ -92,7 +93,7 @@ def _cosine_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Cosines ``[Hkv, tokens]``."""
+    """Write the cosines ``[Hkv, tokens]``."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = token < tokens
@@ -131,7 +132,7 @@ def _joining(dim: int) -> dict[str, Any]:
 
 
 def builds(sm: int) -> list[Build]:
-    """Blocks of 16, dims side by side in memory; keys of bf16 or, a few, of float8."""
+    """Return builds for blocks of 16 and contiguous head dims, in bf16 and partly in float8."""
     all_builds = []
     for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         for step, kernel in (("sums", _sum_kernel), ("cosines", _cosine_kernel)):

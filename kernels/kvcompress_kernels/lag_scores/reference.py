@@ -1,11 +1,13 @@
-"""Definition of `lag_scores`, in float64, one partition after the other."""
+"""Reference for `lag_scores` in float64, one partition at a time."""
 
 import torch
 
-from kvcompress_kernels.prompt import cached_keys, cached_values
+from kvcompress_kernels.cached_prompt import cached_keys, cached_values
 
-LEAST, MOST = 1e-18, 1e18
-"""Of a channel's range that is divided by, and of what comes out: its squares are finite."""
+MIN_RANGE = 1e-18
+"""Smallest range of a channel to divide by. Channels with a smaller range are ignored."""
+MAX_SCALED = 1e18
+"""Bound on a scaled element, so that its square is finite in float32."""
 
 
 def run(
@@ -21,16 +23,17 @@ def run(
     values = cached_values(value_pages, pages, tokens)
     scores = []
     for start in range(sinks, sinks + parts * lag, lag):
-        own, following = slice(start, start + lag), slice(start + lag, start + 2 * lag)
-        shares = [_share(x[:, own], x[:, following]) for x in (keys, values)]
+        part, following = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+        shares = [_shares(x[:, part], x[:, following]) for x in (keys, values)]
         scores.append((shares[0] + shares[1]) / 2)
     return torch.stack(scores, 1).float()
 
 
-def _share(own: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Shares ``[Hkv, lag]`` of sum 1 of a partition's tokens, by the partition that follows."""
+def _shares(part: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Return the softmax ``[Hkv, lag]`` over a partition's tokens, scaled by the next partition."""
     low, high = following.amin(1, keepdim=True), following.amax(1, keepdim=True)
-    y = ((own - low) / (high - low)).where(high - low >= LEAST, 0.0).clamp(-MOST, MOST)
+    y = ((part - low) / (high - low)).where(high - low >= MIN_RANGE, 0.0)
+    y = y.clamp(-MAX_SCALED, MAX_SCALED)
     squares = ((y - y.mean(-1, keepdim=True)) ** 2).sum(-1)
     deviation = (squares / max(y.shape[-1] - 1, 1)).sqrt()
     return deviation.softmax(-1)

@@ -1,8 +1,8 @@
-"""`lag_scores` as a Triton kernel, launched for K and for V.
+"""Triton kernel of `lag_scores`, launched once for K and once for V.
 
-A program takes one partition of one KV head. It reads the next partition for its extremes, then
-its own tokens for their standard deviations: each token is read twice, the second time by the
-program beside, from L2. The softmax over a partition is torch's.
+A program scores one partition of one KV head. It reads the next partition for the minimum and
+maximum, then its own tokens for their standard deviations. Each token is read twice, by two
+adjacent programs, the second time from L2. The softmax over a partition runs in torch.
 """
 
 from itertools import product
@@ -16,10 +16,10 @@ from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
 from kvcompress_kernels.lag_scores import reference
 from kvcompress_kernels.paged_triton import known_block, token_rows
 
-LEAST = tl.constexpr(reference.LEAST)
-MOST = tl.constexpr(reference.MOST)
+MIN_RANGE = tl.constexpr(reference.MIN_RANGE)
+MAX_SCALED = tl.constexpr(reference.MAX_SCALED)
 VARY = ["sinks", "lag"]
-"""Parameters of the method: the launcher would compile anew for 1 and for multiples of 16."""
+"""Settings of the method. Triton would specialise for 1 and for multiples of 16."""
 
 
 @triton.jit(do_not_specialize=VARY)  # type: ignore[untyped-decorator]
@@ -39,7 +39,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Standard deviations ``[Hkv, parts, lag]``."""
+    """Write the standard deviations ``[Hkv, parts, lag]``."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     cache += head * s_head
     first = sinks + part * lag
@@ -55,16 +55,16 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     least = tl.min(low, 0)
     width = tl.max(high, 0) - least  # 0 past the head dim
     inside = (tl.arange(0, PAD) < DIM)[None, :]
-    said = (width >= LEAST)[None, :]
-    width = tl.where(width >= LEAST, width, 1.0)
+    varies = (width >= MIN_RANGE)[None, :]
+    width = tl.where(width >= MIN_RANGE, width, 1.0)
     for start in range(0, lag, TILE):
         i = start + tl.arange(0, TILE)
         live = i < lag
         (x,) = token_rows(
             cache, pages, first + i, live, block, s_page, s_slot, s_dim, DIM, BLOCK, PAD
         )
-        y = tl.where(said, (x - least[None, :]) / width[None, :], 0.0)
-        y = tl.minimum(tl.maximum(y, -MOST), MOST)
+        y = tl.where(varies, (x - least[None, :]) / width[None, :], 0.0)
+        y = tl.minimum(tl.maximum(y, -MAX_SCALED), MAX_SCALED)
         y = tl.where(inside, y - (tl.sum(y, 1) / DIM)[:, None], 0.0)
         deviation = tl.sqrt(tl.sum(y * y, 1) / (DIM - 1 if DIM > 1 else 1))
         here = spread + (head * tl.num_programs(0) + part) * lag + i
@@ -87,7 +87,7 @@ def run(
 def _shares(
     cache: torch.Tensor, pages: torch.Tensor, parts: int, sinks: int, lag: int
 ) -> torch.Tensor:
-    """``[Hkv, parts, lag]`` float32 of sum 1, for ``[N, Hkv, block, D]``."""
+    """Return the softmax over each partition, ``[Hkv, parts, lag]``, of ``[N, Hkv, block, D]``."""
     check_cache("lag_scores", cache)
     _, kv_heads, block, dim = cache.shape
     spread = cache.new_empty(kv_heads, parts, lag, dtype=torch.float32)
@@ -105,7 +105,7 @@ def _config(dim: int, block: int) -> dict[str, Any]:
 
 
 def builds(sm: int) -> list[Build]:
-    """Blocks of 16, dims side by side in memory; a cache of bf16 or, a few, of float8."""
+    """Return builds for blocks of 16 and contiguous head dims, in bf16 and partly in float8."""
     all_builds = []
     for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         config = dict(_config(dim, 16), s_dim=1)

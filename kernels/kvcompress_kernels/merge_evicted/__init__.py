@@ -1,14 +1,17 @@
-"""Kept tokens, with the evicted ones folded into their nearest (D2O, arXiv:2406.13035).
+"""Merge evicted tokens into the kept tokens with the most similar keys (D2O, arXiv:2406.13035).
 
-Per KV head, each evicted token i has its nearest kept token ``near(i) = argmax_j u_ij`` (ties to
-the earlier j), ``u_ij = cos(k_i, k_j)``, norms clamped at 1e-12. It is merged iff
-``u_i = max_j u_ij`` is at least the mean of u over the evicted tokens, up to rounding, so that
-equal cosines are all merged; else it is dropped. Of tokens that were packed before, the threshold
-tau moves instead (eq. 10; several at once by their mean):
-``tau <- beta mean_i(u_i) + (1 - beta) tau``. With e Euler's number and E_j merged into j, all at
-once:
-``k_j <- (e k_j + sum_{i in E_j} exp(u_i) k_i) / (e + sum_{i in E_j} exp(u_i))``, values likewise.
-The paper's eq. 12 repeats the sum in its first weight, read as a typo here.
+For each KV head, with ``u_ij = cos(k_i, k_j)`` and norms clamped at 1e-12:
+
+1. Each evicted token i has a nearest kept token ``near(i) = argmax_j u_ij``. Ties go to the
+   earlier j. ``u_i = max_j u_ij`` is its cosine.
+2. The threshold tau is the mean of u_i over the evicted tokens. If the request was packed before,
+   tau is instead updated (eq. 10, with the mean of this call's tokens):
+   ``tau <- beta mean_i(u_i) + (1 - beta) tau``.
+3. Token i is merged if ``u_i >= tau``, with a tolerance for rounding so that tokens of equal cosine
+   are treated the same. Otherwise it is dropped.
+4. With e Euler's number and E_j the tokens merged into j, both keys and values become
+   ``k_j <- (e k_j + sum_{i in E_j} exp(u_i) k_i) / (e + sum_{i in E_j} exp(u_i))``.
+   Eq. 12 of the paper repeats the sum in its first weight, which we take for a typo.
 """
 
 import torch
@@ -27,46 +30,49 @@ def merge_evicted(
     tokens: int,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    least: int = 1,
+    min_kept: int = 1,
     values_only: bool = False,
     *,
     lengths: torch.Tensor | None = None,
     threshold: torch.Tensor | None = None,
     beta: float = 0.7,
 ) -> Merged:
-    """Fold evicted tokens into the kept ones that their keys resemble, in N layers at once.
+    """Return the kept tokens of N rows, with the evicted tokens merged into them.
+
+    A row is one layer of one request.
 
     Args:
         key_pages: ``[pages, Hkv, D, block_size]`` any float dtype and strides.
-        value_pages: ``[pages, Hkv, block_size, Dv]`` likewise.
-        pages: ``[N, ceil(tokens / block_size)]`` int64: for each of N layers, the prompt's pages
-            in order.
-        tokens: prompt tokens; those not kept are evicted.
-        kept: ``[N, Hkv, n]`` int: kept positions per KV head, ascending, distinct, each below
-            `tokens`; of row r the first ``counts[r]`` are read, values unchecked.
-        counts: ``[N]`` int32: tokens that a row keeps, `least` to n; unchecked.
-        least: a number of tokens that every row keeps, known to the host: the nearer, the less
-            room and work are set aside for evicted tokens.
-        values_only: keep the keys as they are; the values are folded as they are with the keys.
-        lengths: ``[N]`` int32, tokens of each row, at most `tokens` (unchecked); pages behind them
-            are not read. None: all have `tokens`.
-        threshold: ``[N, Hkv]`` float32, tau so far; NaN, or None, where nothing was evicted yet.
-        beta: weight of the tokens evicted now in a tau that moves.
+        value_pages: ``[pages, Hkv, block_size, Dv]`` any float dtype and strides.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order.
+        tokens: prompt tokens. Tokens that are not kept are evicted.
+        kept: ``[N, Hkv, n]`` int: kept positions of each KV head, ascending, distinct and below
+            `tokens` (unchecked). The first ``counts[r]`` of row r are read.
+        counts: ``[N]`` int32: kept tokens of each row, `min_kept` to n (unchecked).
+        min_kept: lower bound on `counts` that the host knows. A tighter bound allocates less
+            memory and launches fewer programs for evicted tokens.
+        values_only: leave the keys unchanged and merge only the values, with the same weights.
+        lengths: ``[N]`` int32, tokens of each row, at most `tokens` (unchecked). Pages past a row's
+            length are not read. None means that all rows have `tokens` tokens.
+        threshold: ``[N, Hkv]`` float32, tau of earlier calls, NaN for a head that never evicted.
+            None means NaN for all.
+        beta: weight of this call's mean in an updated tau, in [0, 1].
 
     Returns:
-        The kept tokens, and tau from now on. A token that nothing was merged into is its cached
-        value bit for bit; with `values_only` every key is.
+        The kept tokens and the new tau. Tokens that nothing was merged into equal their cached
+        keys and values bit for bit. So do all keys with `values_only`.
 
     Raises:
-        ValueError: shapes disagree, nothing is kept, more is kept than there is, `lengths` or
-            `threshold` is of another dtype, `beta` is no share, or the cache is quantised.
+        ValueError: Shapes disagree, n is not in [1, tokens], `min_kept` is not in [1, n],
+            `lengths` or `threshold` has the wrong dtype, `beta` is outside [0, 1], or the cache is
+            quantised.
     """
-    rows, heads = _check(key_pages, value_pages, pages, tokens, kept, counts, least)
+    rows, heads = _check(key_pages, value_pages, pages, tokens, kept, counts, min_kept)
     if lengths is None:
         lengths = torch.full((rows,), tokens, dtype=torch.int32, device=kept.device)
     if threshold is None:
         threshold = torch.full((rows, heads), torch.nan, device=kept.device)
-    _check_moving(lengths, threshold, beta, rows, heads)
+    _check_threshold(lengths, threshold, beta, rows, heads)
     if contract.triton_takes(key_pages):
         from kvcompress_kernels.merge_evicted.triton import run
     else:
@@ -79,7 +85,7 @@ def merge_evicted(
         tokens,
         kept,
         counts,
-        least,
+        min_kept,
         values_only,
         lengths,
         threshold,
@@ -94,14 +100,14 @@ def _check(
     tokens: int,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    least: int,
+    min_kept: int,
 ) -> tuple[int, int]:
-    """Check the cache and what is kept of it, and return the numbers of rows and KV heads."""
+    """Check the cache and the kept positions, and return the numbers of rows and KV heads."""
     name = "merge_evicted"
     require(key_pages.dim() == 4, name, "key_pages must be [N, Hkv, D, bs]", tuple(key_pages.shape))
-    for pages_of in (key_pages, value_pages):
-        rule = "takes no quantised cache: what is folded would have to be quantised anew"
-        require(pages_of.element_size() > 1, name, rule, pages_of.dtype)
+    for cache in (key_pages, value_pages):
+        rule = "the cache must not be quantised, because merged tokens would be quantised again"
+        require(cache.element_size() > 1, name, rule, cache.dtype)
     blocks, heads, _, block = key_pages.shape
     require(
         value_pages.dim() == 4 and value_pages.shape[:3] == (blocks, heads, block),
@@ -117,16 +123,16 @@ def _check(
     )
     rows, _, max_kept = kept.shape
     require(0 < max_kept <= tokens, name, "0 < n <= tokens must hold", (max_kept, tokens))
-    require(0 < least <= max_kept, name, "0 < least <= n must hold", (least, max_kept))
+    require(0 < min_kept <= max_kept, name, "0 < min_kept <= n must hold", (min_kept, max_kept))
     require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
     check_pages(name, pages, tokens, block, rows)
     return rows, heads
 
 
-def _check_moving(
+def _check_threshold(
     lengths: torch.Tensor, threshold: torch.Tensor, beta: float, rows: int, heads: int
 ) -> None:
-    """Check the lengths of the rows, and what the threshold moves by."""
+    """Check the row lengths, the threshold and its update weight."""
     name = "merge_evicted"
     right = lengths.shape == (rows,) and lengths.dtype == torch.int32
     got = tuple(lengths.shape), lengths.dtype

@@ -1,7 +1,8 @@
-"""CPU form of `merge_evicted`: float32 or wider, cosines tiled over evicted and kept tokens.
+"""Torch code of `merge_evicted` for a CPU, in float32 or float64.
 
-The nearest kept token of every evicted one comes first, since the threshold is a mean over all of
-them; then the merged ones are added up. Where nothing is merged, weight and divisor are exactly 1.
+Cosines are tiled over evicted and kept tokens. The threshold is a mean over all evicted tokens, so
+the nearest kept tokens are all found before anything is merged. A kept token that nothing is merged
+into is multiplied and divided by exactly 1.
 """
 
 import math
@@ -19,7 +20,7 @@ COSINES = 8 << 20
 """Bytes of one tile's cosines."""
 
 _Read = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Reads keys or values of heads and tokens."""
+"""Function that reads the keys or values of the given heads and tokens."""
 
 
 def run(
@@ -29,7 +30,7 @@ def run(
     tokens: int,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    least: int,
+    min_kept: int,
     values_only: bool,
     lengths: torch.Tensor,
     threshold: torch.Tensor,
@@ -39,10 +40,17 @@ def run(
     keys = torch.zeros(*kept.shape, key_pages.shape[2], dtype=wide, device=kept.device)
     values = keys.new_zeros(*kept.shape, value_pages.shape[3])
     after = threshold.clone()
-    for row, (count, held) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
-        own = kept[row, :, :count].long()
+    for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        kept_tokens = kept[row, :, :count].long()
         keys[row, :, :count], values[row, :, :count], after[row] = _merge(
-            key_pages, value_pages, pages[row], held, own, values_only, threshold[row], beta
+            key_pages,
+            value_pages,
+            pages[row],
+            length,
+            kept_tokens,
+            values_only,
+            threshold[row],
+            beta,
         )
     return Merged(keys, values, after)
 
@@ -69,7 +77,7 @@ def _merge(
     u, near = _nearest(cache, keys, evicted)
     mean, before = u.mean(1, dtype=torch.float64), threshold.double()
     after = mean.where(before.isnan(), beta * mean + (1 - beta) * before)
-    # cosines that are equal but for rounding are all merged
+    # The tolerance treats cosines that differ only by rounding the same.
     merged = u >= after[:, None] - ROUNDING
     folded = [(values, cache.value)] if values_only else [(keys, cache.key), (values, cache.value)]
     _fold(folded, evicted, merged, near + count * head, u.exp() * merged)
@@ -77,7 +85,7 @@ def _merge(
 
 
 class _Cache(NamedTuple):
-    """The pages of one prompt."""
+    """Key and value pages of one prompt."""
 
     key_pages: torch.Tensor
     value_pages: torch.Tensor
@@ -100,7 +108,16 @@ class _Cache(NamedTuple):
 def _nearest(
     cache: _Cache, keys: torch.Tensor, evicted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosine of each of the `evicted` ``[Hkv, m]`` with its nearest of `keys`, and which."""
+    """Return the cosine of each evicted token with its nearest kept key, and that key's index.
+
+    Args:
+        cache: pages of the prompt.
+        keys: kept keys ``[Hkv, n, D]``.
+        evicted: evicted tokens ``[Hkv, m]``.
+
+    Returns:
+        Cosines ``[Hkv, m]`` and indices ``[Hkv, m]`` into `keys`.
+    """
     heads, count, dim = keys.shape
     head = torch.arange(heads, device=keys.device)[:, None]
     u = keys.new_full(evicted.shape, -torch.inf)
@@ -111,7 +128,7 @@ def _nearest(
         for row in range(0, evicted.shape[1], rows):
             tile = slice(row, row + rows)
             top, at = (_unit(cache.key(head, evicted[:, tile])) @ near_keys).max(-1)
-            # A later token must be nearer to win, so that ties go to the earlier one.
+            # Strictly greater, so that ties go to the earlier token.
             better = top > u[:, tile]
             u[:, tile] = torch.where(better, top, u[:, tile])
             near[:, tile] = torch.where(better, at + first, near[:, tile])
@@ -122,29 +139,32 @@ def _fold(
     folded: Sequence[tuple[torch.Tensor, _Read]],
     evicted: torch.Tensor,
     merged: torch.Tensor,
-    into: torch.Tensor,
+    near: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """Fold the `merged` of the `evicted` ``[Hkv, m]`` into kept tokens, in place.
+    """Merge evicted tokens into kept tokens, in place.
 
     Args:
-        folded: kept keys or values ``[Hkv, n, D]``, and how those of other tokens are read.
-        into: row of each one's kept token among the ``Hkv * n``.
-        weight: of each one; 0 where it is not merged.
+        folded: pairs of kept keys or values ``[Hkv, n, D]`` and the function that reads those of
+            other tokens.
+        evicted: evicted tokens ``[Hkv, m]``.
+        merged: ``[Hkv, m]`` bool, whether an evicted token is merged.
+        near: ``[Hkv, m]``, row of its kept token among the ``Hkv * n``.
+        weight: ``[Hkv, m]``, its weight, 0 if it is not merged.
     """
     heads, count = folded[0][0].shape[:2]
-    total = weight.new_zeros(heads * count).index_add_(0, into.flatten(), weight.flatten())
+    total = weight.new_zeros(heads * count).index_add_(0, near.flatten(), weight.flatten())
     total = total.view(heads, count, 1)
     touched = total > 0
     for x, _ in folded:
         x *= torch.full_like(total, math.e).where(touched, 1.0)
     for row in range(0, evicted.shape[1], KEPT):
         tile = slice(row, row + KEPT)
-        of, column = merged[:, tile].nonzero(as_tuple=True)
-        token, to = evicted[:, tile][of, column], into[:, tile][of, column]
-        w = weight[:, tile][of, column, None]
-        for x, cached in folded:
-            x.view(-1, x.shape[-1]).index_add_(0, to, cached(of, token).mul_(w))
+        head, column = merged[:, tile].nonzero(as_tuple=True)
+        token, target = evicted[:, tile][head, column], near[:, tile][head, column]
+        w = weight[:, tile][head, column, None]
+        for x, read in folded:
+            x.view(-1, x.shape[-1]).index_add_(0, target, read(head, token).mul_(w))
     for x, _ in folded:
         x /= (math.e + total).where(touched, 1.0)
 

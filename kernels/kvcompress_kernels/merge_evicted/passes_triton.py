@@ -1,23 +1,22 @@
-"""The passes of `merge_evicted` as Triton kernels (`triton.py` launches them).
+"""Triton kernels of `merge_evicted`, which `triton.py` launches.
 
-Five launches and a prefix sum for any number of layers.
+There are five launches and a prefix sum for any number of rows.
 
-1. `pack_kernel`: kept keys, side by side in the dtype of the cache, and the inverses of their
-   norms. They are read once for every tile of evicted keys; the pages only once.
-2. `nearest_kernel`: cosines of a tile of evicted keys with all kept ones on the tensor cores. Raw
-   keys are multiplied and the product scaled, so nothing is rounded but by the sum in float32.
-   Maximum and its tile are held per column of the product, four operations an element, and reduced
-   once.
-3. `count_kernel`: the threshold is known, the mean or moved towards it; each merged token's rank
-   among those of its kept token. One program walks a segment of the evicted tokens in order and
-   alone owns its counters, so ranks are those of the positions: no atomics, the same sums in every
-   run.
-4. A prefix sum of the counters, kept token by kept token, and `place_kernel`: the merged tokens in
-   buckets, each in the order of the positions.
-5. `fold_kernel`: each kept token adds up its bucket and reads nothing else.
+1. `pack_kernel` copies the kept keys to contiguous memory, in the dtype of the cache, and computes
+   their inverse norms. Every tile of evicted keys reads this copy; the pages are read once.
+2. `nearest_kernel` computes the cosines of a tile of evicted keys with all kept keys on the tensor
+   cores. It multiplies raw keys and scales the product, so only the float32 sum rounds. The maximum
+   and its position are kept per column of the product and reduced once at the end.
+3. `count_kernel` computes the threshold, and the rank of each merged token among the tokens that
+   are merged into the same kept token. One program walks a segment of the evicted tokens in order
+   and has counters of its own. So ranks follow positions, there are no atomics, and sums are the
+   same in every run.
+4. A prefix sum of the counters and `place_kernel` sort the merged tokens into one bucket per kept
+   token, each in the order of positions.
+5. `fold_kernel` adds each bucket to its kept token.
 
-The second is the work: ``2 * D * evicted * kept`` operations per KV head. The others read each
-merged key and value once, and some ten bytes per evicted token.
+Pass 2 dominates with ``2 * D * evicted * kept`` operations per KV head. The other passes read each
+merged key and value once, and about ten bytes per evicted token.
 """
 
 import math
@@ -33,7 +32,7 @@ SLACK = tl.constexpr(ROUNDING)
 
 @triton.jit
 def _slots(pages, token, block, live):  # type: ignore[no-untyped-def]
-    """Page and slot, int64, of each token."""
+    """Return the page and slot of each token, both int64."""
     page = tl.load(pages + token // block, mask=live, other=0).to(tl.int64)
     return page, (token % block).to(tl.int64)
 
@@ -51,7 +50,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     key_pages, pages, kept, counts, packed, scales, width, most, room, block,
     s_page, s_head, s_dim, s_slot, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``packed [N, H, room, PAD]`` with zeros and ``scales [N, H, room]`` with NaN behind."""
+    """Write ``packed [N, H, room, PAD]``, padded with 0, and ``scales [N, H, room]`` with NaN."""
     prompt, head, heads = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     row = (prompt * heads + head).to(tl.int64)
     j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -63,7 +62,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     inside = live[:, None] & (dim < DIM)[None, :]
     key = tl.load(key_pages + at + dim.to(tl.int64)[None, :] * s_dim, mask=inside, other=0.0)
     tl.store(packed + (row * room + j)[:, None] * PAD + dim[None, :], key)
-    # a NaN is greater than nothing: no key is nearest to what is not there
+    # NaN compares false, so that no key is nearest to a padding row.
     scale = tl.where(live, _inverse_norm(key.to(tl.float32)), float("nan"))
     tl.store(scales + row * room + j, scale)
 
@@ -77,14 +76,19 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     width, most, room, evicted, block, steps, s_page, s_head, s_dim, s_slot,
     DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """``cosines, near, places [N, H, evicted]``; ``sums [N, H, tiles]`` of cosines, float64."""
+    """Write ``cosines, near, places [N, H, evicted]`` and ``sums [N, H, tiles]`` float64.
+
+    `near` is the index of the nearest kept token, `places` the position of the evicted token, and
+    `sums` the sum of the cosines of each tile.
+    """
     prompt, head, heads = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     row = (prompt * heads + head).to(tl.int64)
     count = tl.load(counts + prompt)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < tl.load(tokens + prompt) - count
 
-    # the i-th evicted token lies behind the kept ones that have at most i evicted before them
+    # Bisect for the position of the i-th evicted token: it follows exactly those kept tokens that
+    # have at most i evicted tokens before them.
     low = tl.zeros([ROWS], tl.int32)
     high = low + count
     for _ in range(0, steps):
@@ -109,7 +113,7 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, count, KEPT):
         others = tl.load(packed + (start + lane)[None, :] * PAD + dim[:, None])  # [PAD, KEPT]
         product = tl.dot(key, others, input_precision="ieee") * tl.load(scales + start + lane)
-        better = product > best  # an equal earlier one stays
+        better = product > best  # strictly, so that ties go to the earlier tile
         best = tl.where(better, product, best)
         where = tl.where(better, start, where)
     top = tl.max(best, 1)
@@ -131,9 +135,10 @@ def count_kernel(  # type: ignore[no-untyped-def]
     cosines, near, sums, counts, tokens, before, after, ranks, counters, beta,
     most, evicted, tiles, segment, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """``ranks [N, H, evicted]``, -1 if dropped; ``counters [N, H, most, segments]``, from zeros.
+    """Write ``ranks [N, H, evicted]``, ``counters [N, H, most, segments]`` and ``after [N, H]``.
 
-    And ``after [N, H]``, the threshold, which moves from the one ``before`` unless that is NaN.
+    The rank of a dropped token is -1. `counters` must be 0 at the start. `after` is the threshold:
+    the mean cosine if `before` is NaN, else the mean weighted with `before`.
     """
     prompt, head, heads = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     row = (prompt * heads + head).to(tl.int64)
@@ -165,7 +170,7 @@ def count_kernel(  # type: ignore[no-untyped-def]
         at = counters + into.to(tl.int64) * segments
         so_far = tl.load(at, mask=merged, other=0)
         tl.store(ranks + row * evicted + i, tl.where(merged, so_far + rank, -1), mask=live)
-        tl.debug_barrier()  # all have read before the last of each bucket writes
+        tl.debug_barrier()  # All threads read a counter before the last token of its bucket writes.
         tl.store(at, so_far + total, mask=merged & (rank == total - 1))
         tl.debug_barrier()
 
@@ -178,7 +183,7 @@ def place_kernel(  # type: ignore[no-untyped-def]
     cosines, near, places, ranks, ends, counts, tokens, members, weights,
     most, evicted, segment, segments, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``members, weights [N, H, evicted]``: merged tokens and their weights, in buckets."""
+    """Write merged tokens and their weights by bucket: ``members, weights [N, H, evicted]``."""
     prompt, head, heads = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     row = (prompt * heads + head).to(tl.int64)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -232,9 +237,9 @@ def fold_kernel(  # type: ignore[no-untyped-def]
     v_page, v_head, v_slot, v_dim,
     K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``keys [N, H, most, K]`` and ``values [N, H, most, V]``; zeros beyond a prompt's count.
+    """Write ``keys [N, H, most, K]`` and ``values [N, H, most, V]``, 0 past a prompt's count.
 
-    With `values_only` 1 a key reads none of its bucket, and so stays what it is.
+    If `values_only` is 1, a key skips its bucket and stays unchanged.
     """
     j, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     prompt = tl.program_id(2).to(tl.int64)

@@ -1,14 +1,14 @@
-"""Definition of `merge_evicted`, in float64, one kept token after the other."""
+"""Reference for `merge_evicted` in float64, one kept token at a time."""
 
 import math
 
 import torch
 
+from kvcompress_kernels.cached_prompt import cached_keys, cached_values
 from kvcompress_kernels.merge_evicted.result import Merged
-from kvcompress_kernels.prompt import cached_keys, cached_values
 
 ROUNDING = 2.0**-21
-"""Rounding of a float32 cosine that is allowed for: four units in its last place."""
+"""Tolerance for the rounding of a float32 cosine: four units in the last place."""
 
 
 def run(
@@ -18,7 +18,7 @@ def run(
     tokens: int,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    least: int,
+    min_kept: int,
     values_only: bool,
     lengths: torch.Tensor,
     threshold: torch.Tensor,
@@ -34,39 +34,40 @@ def run(
             cached_values(value_pages, pages[row], length),
         )
         for head, (k, v) in enumerate(zip(*cached, strict=True)):
-            stay = kept[row, head, :count].long()
-            weights, into, after[row, head] = _merged(k, stay, after[row, head], beta)
-            for n, token in enumerate(stay):
-                own = into == n
-                values[row, head, n] = _folded(v, token, own, weights)
-                keys[row, head, n] = k[token] if values_only else _folded(k, token, own, weights)
+            kept_tokens = kept[row, head, :count].long()
+            weights, near, after[row, head] = _nearest(k, kept_tokens, after[row, head], beta)
+            for n, token in enumerate(kept_tokens):
+                members = near == n
+                values[row, head, n] = _merged(v, token, members, weights)
+                merged_key = k[token] if values_only else _merged(k, token, members, weights)
+                keys[row, head, n] = merged_key
     return Merged(keys, values, after)
 
 
-def _merged(
-    k: torch.Tensor, stay: torch.Tensor, tau: torch.Tensor, beta: float
+def _nearest(
+    k: torch.Tensor, kept: torch.Tensor, tau: torch.Tensor, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is merged into what: weights ``[S]``, the index in `stay` ``[S]``, the new threshold.
+    """Return each token's weight ``[S]``, the index of its kept token ``[S]`` and the new tau.
 
-    A token that is kept or dropped has the index -1.
+    The index refers to `kept`. It is -1 for kept and dropped tokens.
     """
-    nowhere = torch.full((len(k),), -1, device=k.device)
+    no_index = torch.full((len(k),), -1, device=k.device)
     evicted = torch.ones(len(k), dtype=torch.bool, device=k.device)
-    evicted[stay] = False
+    evicted[kept] = False
     if not evicted.any():
-        return k.new_zeros(len(k)), nowhere, tau
+        return k.new_zeros(len(k)), no_index, tau
     unit = k / torch.linalg.vector_norm(k, dim=-1, keepdim=True).clamp_min(1e-12)
-    u, near = (unit @ unit[stay].T).max(1)  # the first of equal ones
+    u, near = (unit @ unit[kept].T).max(1)  # the first of equal maxima
     mean = u[evicted].mean()
     tau = mean if tau.isnan() else beta * mean + (1 - beta) * tau.double()
     merged = evicted & (u >= tau - ROUNDING)
-    return u.exp(), near.where(merged, nowhere), tau
+    return u.exp(), near.where(merged, no_index), tau
 
 
-def _folded(
+def _merged(
     x: torch.Tensor, token: torch.Tensor, members: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """A kept token's key or value, with those of the `members` folded in."""
+    """Return a kept token's key or value with those of the `members` merged into it."""
     if not members.any():
         return x[token]
     w = weights[members, None]

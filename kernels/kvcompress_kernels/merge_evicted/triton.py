@@ -1,4 +1,4 @@
-"""Launches the passes of `merge_evicted`, for several layers of a prompt."""
+"""Launch the Triton passes of `merge_evicted` for N rows."""
 
 from typing import Any, NamedTuple
 
@@ -17,19 +17,28 @@ from kvcompress_kernels.merge_evicted.result import Merged
 
 RANKED = 128
 """Evicted tokens that `count_kernel` ranks at a time."""
-COUNTING = 8
-"""Warps of `count_kernel`; with 4 it spills under Triton 3.7."""
+COUNT_WARPS = 8
+"""Warps of `count_kernel`. With 4 it spills under Triton 3.7."""
 TABLES = ("pages", "kept", "counts", "tokens", "before")
-"""Arguments of which each layer reads its own row, so that no alignment is known."""
+"""Arguments that each row indexes at its own offset, so that their alignment is unknown."""
 SEGMENT = 4096
-"""Evicted tokens of one program of `count_kernel`, at least."""
-COPIED = 64
-"""Kept tokens of one program of `pack_kernel`."""
+"""Minimum number of evicted tokens per program of `count_kernel`."""
+PACKED = 64
+"""Kept tokens per program of `pack_kernel`."""
 MEMBERS = 32
 """Merged tokens that `fold_kernel` reads at a time."""
 
 
 class Shape(NamedTuple):
+    """Configuration of `nearest_kernel`.
+
+    Args:
+        evicted: evicted tokens per tile.
+        kept: kept tokens per tile.
+        warps: warps per program.
+        stages: stages of the pipelined loop.
+    """
+
     evicted: int
     kept: int
     warps: int
@@ -37,11 +46,11 @@ class Shape(NamedTuple):
 
 
 def _shape(pad: int, itemsize: int, sm: int) -> Shape:
-    """For keys of `pad` padded dimensions.
+    """Return the configuration of `nearest_kernel` for keys of `pad` padded dimensions.
 
-    With 4 warps a thread has 64 logits, their maxima and where they are: 254 registers on Hopper
-    at 64 dimensions, and two programs on a processor, but spills at 128 by Triton 3.6 and
-    everywhere before and after Hopper. 8 warps hold them in 218.
+    With 4 warps, a thread holds 64 logits, their maxima and the positions of these. On Hopper at 64
+    dimensions this takes 254 registers, and two programs fit on a multiprocessor. At 128 dimensions
+    it spills under Triton 3.6, and on other architectures it always spills. 8 warps take 218.
     """
     if itemsize > 2:
         # Float32 is multiplied without tensor cores.
@@ -51,19 +60,23 @@ def _shape(pad: int, itemsize: int, sm: int) -> Shape:
     return Shape(128, 64, 4 if sm == 90 and pad <= 64 else 8, 3)
 
 
-def _copying(pad: int) -> int:
-    """Warps of `pack_kernel`: 32 elements a thread, since 64 of them spill."""
+def _pack_warps(pad: int) -> int:
+    """Return the warps of `pack_kernel`, for 32 elements per thread. 64 elements spill."""
     return max(4, pad // 16)
 
 
-def _folding(pad: int) -> int:
-    """Warps of `fold_kernel`: likewise, at 32 members and the wider of K and V."""
+def _fold_warps(pad: int) -> int:
+    """Return the warps of `fold_kernel`, for at most 32 elements per thread.
+
+    Args:
+        pad: the larger padded head dimension of K and V.
+    """
     return max(2, pad // 32) * (2 if pad >= 256 else 1)
 
 
 def _pad(dim: int) -> int:
     pad: int = triton.next_power_of_2(dim)
-    # `tl.dot` multiplies no fewer than 16.
+    # `tl.dot` needs at least 16.
     return max(16, pad)
 
 
@@ -74,7 +87,7 @@ def run(
     tokens: int,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    least: int,
+    min_kept: int,
     values_only: bool,
     lengths: torch.Tensor,
     threshold: torch.Tensor,
@@ -82,13 +95,13 @@ def run(
 ) -> Merged:
     _refuse_float64(key_pages, value_pages)
     layers, heads, max_kept = kept.shape
-    evicted = max(tokens - least, 1)
+    evicted = max(tokens - min_kept, 1)
     lengths, threshold = lengths.contiguous(), threshold.contiguous()
     _, _, dim, block = key_pages.shape
     value_dim, device = value_pages.shape[3], kept.device
     pad, value_pad = _pad(dim), _pad(value_dim)
     shape = _shape(pad, key_pages.dtype.itemsize, architecture(device))
-    rooms = triton.cdiv(max_kept, COPIED) * COPIED
+    packed_width = triton.cdiv(max_kept, PACKED) * PACKED
     pages, kept = pages.contiguous(), kept.to(torch.int32).contiguous()
     tiles, width = triton.cdiv(evicted, shape.evicted), pages.shape[1]
     segments, segment = _segments(evicted, max_kept)
@@ -102,28 +115,28 @@ def run(
     keys, values = new(torch.float32, max_kept, dim), new(torch.float32, max_kept, value_dim)
     counters = new(torch.int32, max_kept * segments).zero_()
     after = new(torch.float32)
-    many = (heads, layers)
+    heads_and_layers = (heads, layers)
 
-    packed, scales = _packed(key_pages, pages, kept, counts, rooms)
-    nearest_kernel[(tiles, *many)](
+    packed, scales = _packed(key_pages, pages, kept, counts, packed_width)
+    nearest_kernel[(tiles, *heads_and_layers)](
         key_pages, pages, kept, counts, lengths, packed, scales, cosines, near, places, sums,
-        width, max_kept, rooms, evicted, block, max_kept.bit_length(), *key_pages.stride(),
+        width, max_kept, packed_width, evicted, block, max_kept.bit_length(), *key_pages.stride(),
         dim, pad, shape.evicted, shape.kept, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    count_kernel[(segments, *many)](
+    count_kernel[(segments, *heads_and_layers)](
         cosines, near, sums, counts, lengths, threshold, after, ranks, counters, beta,
-        max_kept, evicted, tiles, segment, RANKED, 128, num_warps=COUNTING,
+        max_kept, evicted, tiles, segment, RANKED, 128, num_warps=COUNT_WARPS,
     )  # fmt: skip
     ends = counters.cumsum(2, dtype=torch.int32)
-    place_kernel[(triton.cdiv(evicted, 512), *many)](
+    place_kernel[(triton.cdiv(evicted, 512), *heads_and_layers)](
         cosines, near, places, ranks, ends, counts, lengths, members, weights,
         max_kept, evicted, segment, segments, 512,
     )  # fmt: skip
-    fold_kernel[(max_kept, *many)](
+    fold_kernel[(max_kept, *heads_and_layers)](
         key_pages, value_pages, pages, kept, counts, ends, members, weights, keys, values,
         width, max_kept, evicted, segments, int(values_only), block,
         *key_pages.stride(), *value_pages.stride(),
-        dim, pad, value_dim, value_pad, MEMBERS, num_warps=_folding(max(pad, value_pad)),
+        dim, pad, value_dim, value_pad, MEMBERS, num_warps=_fold_warps(max(pad, value_pad)),
     )  # fmt: skip
     return Merged(keys, values, after)
 
@@ -133,35 +146,37 @@ def _packed(
     pages: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    rooms: int,
+    packed_width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kept keys side by side, ``[N, Hkv, rooms, padded D]``, and the inverses of their norms."""
+    """Return contiguous kept keys ``[N, Hkv, packed_width, padded D]`` and their inverse norms."""
     (layers, heads, max_kept), (_, _, dim, block) = kept.shape, key_pages.shape
-    packed = key_pages.new_empty(layers, heads, rooms, _pad(dim))
-    scales = key_pages.new_empty(layers, heads, rooms, dtype=torch.float32)
-    pack_kernel[(rooms // COPIED, heads, layers)](
-        key_pages, pages, kept, counts, packed, scales, pages.shape[1], max_kept, rooms, block,
-        *key_pages.stride(), dim, _pad(dim), COPIED, num_warps=_copying(_pad(dim)),
+    packed = key_pages.new_empty(layers, heads, packed_width, _pad(dim))
+    scales = key_pages.new_empty(layers, heads, packed_width, dtype=torch.float32)
+    pack_kernel[(packed_width // PACKED, heads, layers)](
+        key_pages, pages, kept, counts, packed, scales, pages.shape[1], max_kept, packed_width,
+        block, *key_pages.stride(), dim, _pad(dim), PACKED, num_warps=_pack_warps(_pad(dim)),
     )  # fmt: skip
     return packed, scales
 
 
 def _refuse_float64(*caches: torch.Tensor) -> None:
     if torch.float64 in {x.dtype for x in caches}:
-        raise ValueError("merge_evicted: Triton takes no float64 cache; move it to the CPU")
+        raise ValueError(
+            "merge_evicted: the Triton kernels do not support a float64 cache; move it to the CPU"
+        )
 
 
 def _segments(evicted: int, max_kept: int) -> tuple[int, int]:
-    """Programs of `count_kernel` per head, and the evicted tokens of each.
+    """Return the programs of `count_kernel` per head, and the evicted tokens of each program.
 
-    Their counters take no more room than the evicted tokens do, but for one segment.
+    With more than one program, there are at most as many counters as evicted tokens.
     """
     segments = max(1, min(triton.cdiv(evicted, SEGMENT), evicted // max_kept))
     return segments, triton.cdiv(triton.cdiv(evicted, segments), RANKED) * RANKED
 
 
 def builds(sm: int) -> list[Build]:
-    """bfloat16, keys and values of a token side by side in the cache: strides of 1 along D."""
+    """Return builds for a bfloat16 cache with contiguous head dims."""
     table = dict(pages="*i64", kept="*i32", counts="*i32", tokens="*i32", packed="*bf16")
     pointers = table | dict(scales="*fp32", cosines="*fp32", near="*i32", places="*i32")
     pointers |= dict(sums="*fp64", ranks="*i32", counters="*i32", ends="*i32", members="*i32")
@@ -197,11 +212,11 @@ def builds(sm: int) -> list[Build]:
         pad = _pad(dim)
         shape = _shape(pad, 2, sm)
         sized = dict(DIM=dim, PAD=pad)
-        add(f"pack D={dim}", pack_kernel, _copying(pad), 3, True, **sized, ROWS=COPIED)
+        add(f"pack D={dim}", pack_kernel, _pack_warps(pad), 3, True, **sized, ROWS=PACKED)
         add(f"nearest D={dim}", nearest_kernel, shape.warps, shape.stages, True, **sized,
             ROWS=shape.evicted, KEPT=shape.kept)  # fmt: skip
         both = dict(K=dim, K_PAD=pad, V=dim, V_PAD=pad)
-        add(f"fold D={dim}", fold_kernel, _folding(pad), 3, True, **both, ROWS=MEMBERS)
-    add("count", count_kernel, COUNTING, 3, False, ROWS=RANKED, SUMS=128)
+        add(f"fold D={dim}", fold_kernel, _fold_warps(pad), 3, True, **both, ROWS=MEMBERS)
+    add("count", count_kernel, COUNT_WARPS, 3, False, ROWS=RANKED, SUMS=128)
     add("place", place_kernel, 4, 3, False, ROWS=512)
     return all_builds

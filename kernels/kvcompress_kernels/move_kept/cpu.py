@@ -1,4 +1,4 @@
-"""CPU form of `move_kept`: plain indexing, layer by layer."""
+"""Torch code of `move_kept` for a CPU: plain indexing, one row at a time."""
 
 import torch
 
@@ -17,11 +17,12 @@ def run(
     for row, count in enumerate(counts.tolist()):
         to = destinations[row, :count].long()
         if kept is None:
-            own = pages[row, :count].long()
-            to_keys[to], to_values[to] = key_pages[own], value_pages[own]
+            source = pages[row, :count].long()
+            to_keys[to], to_values[to] = key_pages[source], value_pages[source]
             continue
         position = kept[row, :, : count * block].long().view(heads, count, block)
         page, slot = pages[row][position // block].long(), position % block
         head = torch.arange(heads, device=kept.device)[:, None, None].expand_as(page)
-        to_keys[to] = key_pages[page, head, :, slot].permute(1, 0, 3, 2)  # [Hkv, p, bs, D] is read
+        # The indexing reads [Hkv, pages, block_size, D].
+        to_keys[to] = key_pages[page, head, :, slot].permute(1, 0, 3, 2)
         to_values[to] = value_pages[page, head, slot].transpose(0, 1)

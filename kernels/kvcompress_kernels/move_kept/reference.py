@@ -1,4 +1,4 @@
-"""Definition of `move_kept`: one token of one head after the other."""
+"""Reference for `move_kept`: copies one token of one head at a time."""
 
 import torch
 

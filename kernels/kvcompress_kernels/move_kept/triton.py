@@ -1,13 +1,12 @@
 """Triton kernel of `move_kept`: one launch for all rows.
 
-Row n fills whole pages, ``counts[n]`` of them, so its tokens are ``0 .. counts[n] * block_size`` in
-the order of the destinations.
+Row n fills ``counts[n]`` pages, so it copies ``counts[n] * block_size`` tokens.
 
-Elements travel as integers of their size: a float register could quieten a NaN or lose a payload,
-and fp8 needs no arithmetic support. Nothing is computed, so only bytes in flight matter: a program
-takes 8 KiB of K and 8 KiB of V of one head, four 16-byte loads of each per thread, all issued
-before the first store. Programs of one tile's heads are neighbours, because a page holds the
-tokens of all heads, whatever its layout.
+Elements are copied as integers of their size: a float register could change the bits of a NaN, and
+a copy of fp8 should not need fp8 support. Only the bytes in flight limit the speed. So a program
+copies 8 KiB of K and 8 KiB of V of one head, with four 16-byte loads of each per thread, all issued
+before the first store. Programs for the heads of one tile are adjacent in the grid, because every
+page holds all heads of its tokens.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ WARPS = 4
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# The launcher compiles anew for integers that are 1 or multiples of 16, and for pointers that are
-# multiples of 16; these differ by prompt.
+# These arguments differ by prompt. Triton would specialise for integers that are 1 or multiples of
+# 16, and for aligned pointers.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["s_sources", "s_kept_row", "s_kept_head", "s_destinations"],
     do_not_specialize_on_alignment=["sources", "kept", "counts", "destinations"],
@@ -80,7 +79,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     else:
         at = kept + row * s_kept_row + head * s_kept_head + token
         position = tl.load(at, mask=live, other=0).to(tl.int32)
-    # int64 before multiplying: page * stride passes 2**31 in an ordinary cache
+    # Convert to int64 first: page * stride exceeds 2**31 in an ordinary cache.
     slot = (position % BLOCK).to(tl.int64)
     page = tl.load(sources + row * s_sources + position // BLOCK, mask=live, other=0).to(tl.int64)
     to_slot = (token % BLOCK).to(tl.int64)
@@ -148,14 +147,14 @@ def run(
 
 
 class _Pages(NamedTuple):
-    """Pages as integers, both ``[pages, Hkv, block_size, D]`` views."""
+    """Key and value pages as integers, both as ``[pages, Hkv, block_size, D]`` views."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> "_Pages":
-        """Of the views every op gets: keys come as ``[pages, Hkv, D, block_size]``."""
+        """Return the views of keys ``[pages, Hkv, D, block_size]`` and values as ops get them."""
         return cls(
             keys.view(INTEGERS[keys.element_size()]).transpose(2, 3),
             values.view(INTEGERS[values.element_size()]),
@@ -167,7 +166,7 @@ def _dense(table: torch.Tensor) -> torch.Tensor:
 
 
 def _shapes(key_dim: int, value_dim: int, size: int) -> dict[str, int]:
-    """The configuration of a program, from the head dims and the bytes of an element."""
+    """Return the kernel configuration for two head dims and the bytes of an element."""
     key_pad, value_pad = (triton.next_power_of_2(dim) for dim in (key_dim, value_dim))
     rows = TILE_BYTES // (max(key_pad, value_pad) * size)
     return {
@@ -180,22 +179,22 @@ def _shapes(key_dim: int, value_dim: int, size: int) -> dict[str, int]:
 
 
 def builds(sm: int) -> list[Build]:
-    """bf16, block 16, 8 KV heads, K and V of a token side by side; with and without positions."""
-    return [_build(dim, whole) for dim in DIMS for whole in (False, True)]
+    """Return builds for bf16, block 16 and 8 KV heads, which copy kept tokens or full pages."""
+    return [_build(dim, full_pages) for dim in DIMS for full_pages in (False, True)]
 
 
-def _build(dim: int, whole: bool) -> Build:
+def _build(dim: int, full_pages: bool) -> Build:
     sides = [f"{side}_{kind}" for side in ("from", "to") for kind in ("key", "value")]
     pages = {f"{side}s": "*i16" for side in sides}
     tables = {"sources": "*i64", "kept": "*i32", "counts": "*i32", "destinations": "*i32"}
     strides = {f"s_{side}_{axis}": "i32" for side in sides for axis in ("page", "head", "slot")}
     steps = ("s_sources", "s_kept_row", "s_kept_head", "s_destinations")
     constexprs: dict[str, Any] = {f"s_{side}_dim": 1 for side in sides}
-    if whole:
+    if full_pages:
         del tables["kept"]
         constexprs["kept"] = None
     return Build(
-        name=f"move_kept {'pages' if whole else 'tokens'} D{dim}",
+        name=f"move_kept {'pages' if full_pages else 'tokens'} D{dim}",
         kernel=_move_kernel,
         signature=pages | tables | strides | dict.fromkeys(steps, "i32"),
         constexprs=constexprs | {"HEADS": 8, "BLOCK": 16} | _shapes(dim, dim, 2),

@@ -1,10 +1,13 @@
-"""Where each layer finds each request's tokens, in every step.
+"""Block table and sequence length of each layer, for compressed and uncompressed requests.
 
-With ``s = slots[r]``, layer l of row ``r < live`` reads its packed pages, then the ordinary blocks
-from `first_block` on: ``table[l, r, c] = packed[s, l, c]`` for ``c < num_packed[s, l]``, else the
-flat page
-``layer_offset[l] + block_stride * block_table[r, c - num_packed[s, l] + first_block[s]]``.
-A request that was not compressed has ``num_packed == first_block == 0``.
+Row r is a request of the batch, with slot ``s = slots[r]``. Each layer l of a row ``r < live``
+reads its packed pages first, then the ordinary blocks from `first_block` on:
+
+* ``table[l, r, c] = packed[s, l, c]`` for ``c < num_packed[s, l]``,
+* ``table[l, r, c] = layer_offset[l] + block_stride * block_table[r, b]`` from there on, with
+  ``b = c - num_packed[s, l] + first_block[s]``.
+
+An uncompressed request has ``num_packed == first_block == 0``.
 """
 
 import torch
@@ -27,17 +30,16 @@ def page_tables(
     out_tables: torch.Tensor,
     out_lengths: torch.Tensor,
 ) -> None:
-    """Every layer's block table and sequence length for one batch, compressed or not.
+    """Write every layer's block table and sequence length of one batch.
 
-    They are written into buffers that outlive the step, and may be captured in a CUDA graph. On a
-    GPU this is one launch, no allocation, no copy and no sync: its grid depends on the shape of
-    the buffers, all else is read on the device.
+    The outputs are persistent buffers that a CUDA graph may have captured. On a GPU this is one
+    launch without allocation, copy or sync. The grid depends only on the shape of the buffers.
 
     Args:
         block_table: ``[>= live, W']`` int32: vLLM's block ids.
         seq_lens: ``[>= live]`` int32: vLLM's sequence lengths, in tokens.
-        packed: ``[slots, L, C]`` int32: flat pages that hold each layer's kept prompt tokens, not
-            by row but by slot.
+        packed: ``[slots, L, C]`` int32: flat pages of each layer's kept prompt tokens, indexed by
+            slot instead of row.
         num_packed: ``[slots, L]`` int32, at most C and at most `first_block`.
         first_block: ``[slots]`` int32: index of the first ordinary block that is still read.
         layer_offset: ``[L]`` int32: flat page of block 0 in each layer.
@@ -45,25 +47,26 @@ def page_tables(
         block_size: tokens in a block.
         slots: ``[>= live]`` int32, the slot of each row.
         live: ``[]`` int32 on the device: rows of this step, at most R.
-        out_tables: ``[L, R, W]`` int32. Of a row's layer the columns that its length covers are
-            written; entries beyond name pages that the row owns, the null block, or what they
-            held, so the buffer must be zeroed once. A row from `live` on reads the null block.
-        out_lengths: ``[L, R]`` int32, all written; 0 from `live` on. At most what W columns hold:
-            a dummy batch may claim the longest sequence there is, in a pool that cannot hold it.
+        out_tables: ``[L, R, W]`` int32. Only the columns that a layer's length covers are written.
+            Later columns may hold other pages of the request, the null block or their old content,
+            so the buffer must be zeroed once. Rows from `live` on read the null block.
+        out_lengths: ``[L, R]`` int32, all written. It is 0 from `live` on and at most
+            ``W * block_size``, because a dummy batch may use the maximum sequence length with a
+            pool that cannot hold it.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or a last axis is strided.
+        ValueError: Shapes or dtypes disagree, or a last axis is strided.
     """
     buffers = out_tables, out_lengths
     pool = packed, num_packed, first_block
-    _check(block_table, *pool, layer_offset, live, *buffers, others=(seq_lens, slots))
+    _check(block_table, *pool, layer_offset, live, *buffers, per_row=(seq_lens, slots))
     if contract.triton_takes(out_tables):
         from kvcompress_kernels.page_tables.triton import run
     else:
         from kvcompress_kernels.page_tables.cpu import run
 
-    where = block_table, seq_lens, *pool, layer_offset, block_stride, block_size
-    run(*where, slots, live, *buffers)
+    layout = block_table, seq_lens, *pool, layer_offset, block_stride, block_size
+    run(*layout, slots, live, *buffers)
 
 
 def _check(
@@ -76,12 +79,12 @@ def _check(
     out_tables: torch.Tensor,
     out_lengths: torch.Tensor,
     *,
-    others: tuple[torch.Tensor, ...],
+    per_row: tuple[torch.Tensor, ...],
 ) -> None:
-    """Check the shapes of all tensors; of the `others` check only dtype and strides."""
+    """Check dtypes and strides of all tensors, and the shapes of all except `per_row`."""
     name, (layers, rows) = "page_tables", out_tables.shape[:2]
     pool = packed, num_packed, first_block
-    for tensor in (block_table, *pool, layer_offset, live, *others, out_tables, out_lengths):
+    for tensor in (block_table, *pool, layer_offset, live, *per_row, out_tables, out_lengths):
         ok = tensor.dtype == torch.int32 and (tensor.dim() == 0 or tensor.stride(-1) == 1)
         got = tensor.dtype, tensor.stride()
         require(ok, name, "all tensors must be int32 with a dense last axis", got)
@@ -93,7 +96,8 @@ def _check(
         f"packed and num_packed must start with [{len(first_block)}, {layers}]",
         (tuple(packed.shape), tuple(num_packed.shape)),
     )
-    require(layer_offset.shape == (layers,), name, f"layer_offset [{layers}]", layer_offset.shape)
+    rule = f"layer_offset must be [{layers}]"
+    require(layer_offset.shape == (layers,), name, rule, tuple(layer_offset.shape))
     require(
         out_lengths.shape == (layers, rows),
         name,

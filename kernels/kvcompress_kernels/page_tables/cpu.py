@@ -1,4 +1,4 @@
-"""CPU form of `page_tables`: one gather and one select over [L, R, W]."""
+"""Torch code of `page_tables` for a CPU: one gather and one select over [L, R, W]."""
 
 import torch
 
@@ -14,7 +14,10 @@ def tables_of_rows(
     block_size: int,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables ``[L, R, width]`` and lengths ``[L, R]``; the pool's tensors by row, not by slot."""
+    """Return tables ``[L, R, width]`` and lengths ``[L, R]``.
+
+    `packed`, `num_packed` and `first_block` are indexed by row, not by slot.
+    """
     rows, blocks = block_table.shape
     layers = layer_offset.shape[0]
     count = num_packed.T.unsqueeze(2)  # [L, R, 1]
@@ -27,7 +30,7 @@ def tables_of_rows(
     is_packed = column[:capacity] < count
     torch.where(is_packed, packed.transpose(0, 1)[:, :, :capacity], head, out=head)
     lengths = seq_lens + (num_packed.T - first_block) * block_size
-    # Attention kernels read a layer's lengths through a bare pointer: rows must be dense.
+    # Attention kernels read a layer's lengths through a raw pointer, so rows must be dense.
     return table.contiguous(), lengths.to(torch.int32).contiguous()
 
 
@@ -63,5 +66,5 @@ def run(
     )
     out_tables[:, :rows, :width] = tables
     out_tables[:, rows:, :1] = layer_offset[:, None, None]
-    longest = out_tables.shape[2] * block_size
-    out_lengths[:, :rows], out_lengths[:, rows:] = lengths.clamp(max=longest), 0
+    capacity = out_tables.shape[2] * block_size
+    out_lengths[:, :rows], out_lengths[:, rows:] = lengths.clamp(max=capacity), 0

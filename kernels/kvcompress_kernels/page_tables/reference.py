@@ -1,4 +1,4 @@
-"""Definition of `page_tables`: one entry after the other."""
+"""Reference for `page_tables`: writes one entry at a time."""
 
 import torch
 

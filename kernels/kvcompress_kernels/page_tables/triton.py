@@ -1,14 +1,13 @@
-"""Triton kernel of `page_tables`: it fills persistent buffers, inside a CUDA graph too.
+"""Triton kernel of `page_tables`. It fills persistent buffers and can run inside a CUDA graph.
 
-The tables of 256 requests x 128 layers x 8192 columns are 1 GiB, of which a step reads what its
-lengths cover. So a program owns one request and a group of layers, and walks over the columns
-those layers need; several programs split a walk, enough of them that short batches fill the GPU
-and few enough that a grid made for the largest batch is no burden when most rows are dead (a
-program for each tile of the largest tables would be 262,144 programs that only look and leave).
-The layers of a group are the rows of one tile: they share the request's block ids.
+The tables of 256 requests x 128 layers x 8192 columns are 1 GiB, but a step only reads the columns
+that its lengths cover. So a program handles one request and a group of layers, and loops over the
+columns that these layers need. Several programs share this loop: enough to fill the GPU with a
+small batch, but few enough that a grid for the largest batch is cheap when most rows are unused.
+One program per tile of the largest tables would launch 262,144 programs, most of which do nothing.
+The layers of a group are the rows of one tile and share the request's block ids.
 
-A row beyond the live ones is a request with nothing: every count 0 and only the null block 0.
-It takes the same path.
+Rows from `live` on use the same code with counts of 0 and the null block 0.
 """
 
 import torch
@@ -23,7 +22,7 @@ PROGRAMS = 4096
 """About two waves of 16 programs on each of an H200's 132 multiprocessors."""
 
 
-# These differ by batch; the launcher would compile anew for 1 and for multiples of 16.
+# These arguments differ by batch. Triton would specialise for 1 and for multiples of 16.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["layers", "table_width", "splits", "block_stride"]
 )
@@ -69,7 +68,7 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     length = tl.minimum(tokens + (count - first) * BLOCK, width * BLOCK)  # [LAYERS]
     if split == 0:
         tl.store(lengths + layer * s_lengths + row, length, mask=real)
-    # a row of length 0 gets its first tile too: the null block
+    # A row of length 0 also writes its first tile, with the null block.
     needed = tl.minimum(tl.maximum(tl.cdiv(length, BLOCK), 1), width)
     needed = tl.where(real, needed, 0)
 
@@ -77,7 +76,7 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     to_table = tables + layer * s_tables_layer + row * s_tables_row
     for start in range(split * COLUMNS, tl.max(needed), splits * COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
-        wanted = (start < needed)[:, None]  # constant along columns: stores stay wide
+        wanted = (start < needed)[:, None]  # constant along columns, so that stores stay wide
         is_packed = column < count[:, None]
         page = tl.load(from_packed[:, None] + column, mask=wanted & is_packed, other=0)
         source = column - count[:, None] + first
@@ -141,7 +140,7 @@ def _tile(layers: int) -> int:
 
 
 def builds(sm: int) -> list[Build]:
-    """32 layers, block 16, a pool and buffers of 8192 columns."""
+    """Return the build for 32 layers and blocks of 16."""
     pointers = (
         "block_table",
         "seq_lens",

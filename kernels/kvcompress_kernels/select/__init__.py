@@ -1,9 +1,9 @@
-"""Public ops from scores to positions, on the device of the scores.
+"""Positions of the best scores of each row.
 
-Row r ranks its first ``columns[r]`` scores, higher ones first, then lower positions; NaN ranks
-last, level with -inf, and -0.0 is level with 0.0. How much a row keeps is read from the device:
-the host names only an upper bound, `most`, and waits for nothing. Positions come out ascending,
-with -1 behind the last one of their row.
+Row r ranks its first ``columns[r]`` scores in descending order. Ties go to the lower position.
+NaN equals -inf, and -0.0 equals 0.0. The number of kept positions is read on the device: the host
+passes only an upper bound, `max_kept`, and never syncs. Positions are in ascending order, padded
+with -1.
 """
 
 import torch
@@ -16,36 +16,36 @@ def select(
     scores: torch.Tensor,
     columns: int | torch.Tensor,
     keep: torch.Tensor,
-    most: int,
+    max_kept: int,
     *,
-    first: int | torch.Tensor = 0,
-    last: int | torch.Tensor = 0,
+    num_first: int | torch.Tensor = 0,
+    num_last: int | torch.Tensor = 0,
 ) -> torch.Tensor:
-    """The best positions of each row, exact ties included (docs/methods.md 1.6).
+    """Return the positions of the best scores of each row (docs/methods.md 1.6).
 
-    Row r gives ``n = min(keep[r], columns[r], most)`` positions (none if that is negative): its
-    first ``f = min(first, n)``, its last ``min(last, n - f)``, whatever their scores, and the best
-    of the others (D2O's sinks, recents and heavy hitters, docs/methods.md 6).
+    Row r returns ``n = max(min(keep[r], columns[r], max_kept), 0)`` positions: its first
+    ``f = min(num_first, n)`` columns and its last ``min(num_last, n - f)`` columns whatever their
+    scores, then the best of the columns between them. D2O uses this for its sinks, recent tokens
+    and heavy hitters (docs/methods.md 6).
 
     Args:
-        scores: ``[R, W]`` float32, rows of stride 1; what they hold from ``columns[r]`` on does
-            not matter. Where W and the stride of the rows are multiples of 16, a GPU loads four
-            scores at once.
-        columns: 0 to W, for all rows or as ``[R]`` int32; unchecked.
-        keep: ``[R]`` int32.
-        most: width of the result.
-        first: leading columns that are kept in any case, for all rows or as ``[R]`` int32.
-        last: trailing ones likewise.
+        scores: ``[R, W]`` float32, rows of stride 1. Scores from ``columns[r]`` on are ignored. If
+            W and the row stride are multiples of 16, a GPU loads four scores at once.
+        columns: number of columns to rank, 0 to W: one int, or ``[R]`` int32 (unchecked).
+        keep: ``[R]`` int32, number of positions to keep.
+        max_kept: width of the result.
+        num_first: leading columns that are always kept: one int, or ``[R]`` int32.
+        num_last: trailing columns that are always kept: one int, or ``[R]`` int32.
 
     Returns:
-        ``[R, most]`` int32.
+        ``[R, max_kept]`` int32.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or `most` is negative.
+        ValueError: Shapes or dtypes disagree, or `max_kept` is negative.
     """
     name = "select"
-    rows = _check(name, scores, most)
-    arguments = {"columns": columns, "keep": keep, "first": first, "last": last}
+    rows = _check(name, scores, max_kept)
+    arguments = {"columns": columns, "keep": keep, "num_first": num_first, "num_last": num_last}
     per_row = [
         _per_row(name, argument, x, rows, scores.device) for argument, x in arguments.items()
     ]
@@ -54,42 +54,42 @@ def select(
     else:
         from kvcompress_kernels.select.cpu import run
 
-    columns, keep, ahead, behind = per_row
-    return run(scores, columns, keep, most, ahead, behind)
+    columns, keep, leading, trailing = per_row
+    return run(scores, columns, keep, max_kept, leading, trailing)
 
 
 def select_chunks(
     scores: torch.Tensor,
     columns: int | torch.Tensor,
     keep: torch.Tensor,
-    most: int,
+    max_kept: int,
     *,
     size: int,
     heads: int = 1,
 ) -> torch.Tensor:
-    """Runs of `size` tokens, the best ones of each group of rows (ChunkKV, docs/methods.md 5).
+    """Return the positions of the best chunks of each group of rows (ChunkKV, docs/methods.md 5).
 
-    Scores are summed over the `heads` consecutive rows of a group. A chunk is worth the mean of
-    its tokens, the last and shorter one too, in float64, so that equal chunks tie; ties go to the
-    earlier one. The chunk that does not fit gives its first tokens: exactly
-    ``min(keep[g], columns[g], most)`` positions come out.
+    A chunk is `size` consecutive tokens. Token scores are summed over the `heads` consecutive rows
+    of a group. The score of a chunk is the mean over its tokens, also for a shorter last chunk, in
+    float64, so that equal chunks tie. Ties go to the earlier chunk. The first chunk that exceeds
+    the budget is cut: each group returns exactly ``min(keep[g], columns[g], max_kept)`` positions.
 
     Args:
         scores: ``[G * heads, W]`` float32, rows of stride 1.
-        columns: 0 to W, for all groups or as ``[G]`` int32; unchecked.
-        keep: ``[G]`` int32.
-        most: width of the result.
+        columns: number of columns to rank, 0 to W: one int, or ``[G]`` int32 (unchecked).
+        keep: ``[G]`` int32, number of positions to keep.
+        max_kept: width of the result.
         size: tokens in a chunk.
         heads: rows that share one ranking: the KV heads of a layer, or 1.
 
     Returns:
-        ``[G, most]`` int32.
+        ``[G, max_kept]`` int32.
 
     Raises:
-        ValueError: shapes or dtypes disagree, `most` is negative, or `size` is not positive.
+        ValueError: Shapes or dtypes disagree, `max_kept` is negative, or `size` is not positive.
     """
     name = "select_chunks"
-    rows = _check(name, scores, most)
+    rows = _check(name, scores, max_kept)
     require(size > 0, name, "size must be positive", size)
     require(heads > 0 and rows % heads == 0, name, f"heads must divide {rows} rows", heads)
     columns = _per_row(name, "columns", columns, rows // heads, scores.device)
@@ -99,16 +99,16 @@ def select_chunks(
     else:
         from kvcompress_kernels.select.cpu import chunks
 
-    return chunks(scores, columns, keep, most, size, heads)
+    return chunks(scores, columns, keep, max_kept, size, heads)
 
 
-def _check(op: str, scores: torch.Tensor, most: int) -> int:
+def _check(op: str, scores: torch.Tensor, max_kept: int) -> int:
     require(scores.dim() == 2, op, "scores must be [R, W]", tuple(scores.shape))
     require(scores.dtype == torch.float32, op, "scores must be float32", scores.dtype)
     rows, width = scores.shape
     dense = width < 2 or scores.stride(1) == 1
     require(dense, op, "rows of scores must have stride 1", scores.stride())
-    require(most >= 0, op, "most must not be negative", most)
+    require(max_kept >= 0, op, "max_kept must not be negative", max_kept)
     return rows
 
 

@@ -1,14 +1,17 @@
-"""`select` and `select_chunks` in Triton: a radix search for the threshold, then a compaction.
+"""Triton kernels of `select` and `select_chunks`: radix search for a threshold, then compaction.
 
-Floats become unsigned integers of the same order. The smallest kept one is found digit by digit
-from the top: a histogram of the digit over the columns that agree with the digits so far, then
-the bin in which the count reaches what is to be kept. It stops early where a bin is taken whole.
-What lies above the threshold is kept, and of what is level with it the first ones; prefix sums
-give each its place. Counts are integers, so the result does not depend on any order.
+Scores become unsigned integers of the same order. The search finds the threshold, which is the
+smallest kept score, one 8-bit digit at a time from the top. Each step makes a histogram of the
+digit over the columns that match the digits so far, then picks the bin in which the count reaches
+the number of kept columns. It stops early if it keeps all of a bin. The compaction keeps all
+columns above the threshold, and the first of the columns that equal it. Prefix sums give each
+column its output position. Counts are integers, so the result does not depend on the order of
+additions.
 
-One program does all of a row. At 256 rows that is two on each of the 132 processors of an H200,
-with 16 warps each when rows are long: enough loads in flight without partial histograms in memory
-or further launches. Passes after the first read from L2 as long as the scores fit (50 MB).
+One program handles one row. 256 rows are two programs on each of the 132 multiprocessors of an
+H200, with up to 16 warps each for long rows. That keeps enough loads in flight without partial
+histograms in memory or further launches. Passes after the first read from L2 if the scores fit into
+its 50 MB.
 """
 
 from typing import NamedTuple
@@ -22,20 +25,26 @@ from kvcompress_kernels.builds import Build
 BITS = tl.constexpr(8)
 BINS = tl.constexpr(256)
 PART = 16
-"""Tokens of a chunk that are read or written at once."""
+"""Maximum number of tokens of a chunk that are read or written at once."""
 TOKENS = 1024
-"""Tokens that a program of `_chunk_keys_kernel` holds."""
+"""Tokens per program of `_chunk_keys_kernel`."""
 
 
 class Shape(NamedTuple):
+    """Configuration of `_select_kernel`.
+
+    Args:
+        tile: columns per tile, at most 2**14, because two counts of a tile share an int32.
+        warps: warps per program.
+    """
+
     tile: int
-    """AttentionStats, or chunks, at a time; at most 2**14: two counts of a tile share an int32."""
     warps: int
 
 
 @triton.jit
 def _in_order32(score):  # type: ignore[no-untyped-def]
-    """float32 as uint32 of the same order; NaN as -inf, -0.0 as 0.0."""
+    """Return float32 scores as uint32 of the same order, with NaN as -inf and -0.0 as 0.0."""
     bits = score.to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits)
     bits = tl.where(bits == 0x80000000, 0, bits)
@@ -44,7 +53,10 @@ def _in_order32(score):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _in_order64(score):  # type: ignore[no-untyped-def]
-    """float64, not NaN, as int64 whose bits are a uint64 of the same order; -0.0 as 0.0."""
+    """Return float64 scores, not NaN, as int64 with the bits of a uint64 of the same order.
+
+    -0.0 equals 0.0.
+    """
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int64, bitcast=True)
     lowest = tl.full(bits.shape, -(2**63), tl.int64)
     return bits ^ ((bits >> 63) | lowest)
@@ -52,7 +64,7 @@ def _in_order64(score):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _agrees(key, prefix, shift):  # type: ignore[no-untyped-def]
-    """Whether `key` has the digits of `prefix` above the one at `shift`."""
+    """Return whether `key` matches `prefix` in all digits above the one at `shift`."""
     return ((key ^ prefix) >> shift) >> BITS == 0
 
 
@@ -63,14 +75,17 @@ def _digit(key, shift):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _narrow(held, prefix, room, searching, shift):  # type: ignore[no-untyped-def]
-    """The next digit of the threshold from what each bin holds: (prefix, room, searching)."""
+    """Find the next digit of the threshold from the histogram: (prefix, room, searching).
+
+    `held` is the histogram, and `room` the number of positions left for the matching columns.
+    """
     above = tl.cumsum(held, 0, reverse=True) - held
-    here = (above < room) & (above + held >= room)  # one bin while searching, else none
+    here = (above < room) & (above + held >= room)  # true in one bin while searching, else in none
     digit = tl.sum(tl.where(here, tl.arange(0, BINS), 0), 0)
     room -= tl.sum(tl.where(here, above, 0), 0)
     whole = searching & (tl.sum(tl.where(here, held, 0), 0) == room)
     prefix |= digit.to(prefix.dtype) << shift
-    # all of the bin: everything above ``prefix - 1``; no float has key 0
+    # If all of the bin is kept, the threshold is ``prefix - 1``, because no float has key 0.
     prefix = tl.where(whole, tl.maximum(prefix, 1) - 1, prefix)
     return prefix, tl.where(whole, 0, room), searching & (whole == 0)
 
@@ -87,9 +102,10 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     head = tl.minimum(tl.maximum(tl.load(first + row), 0), count)
     tail = tl.minimum(tl.maximum(tl.load(last + row), 0), count - head)
     end = n - tail
-    room = count - head - tail  # of what is level with the threshold, in the end
+    room = count - head - tail  # after the search: number of columns at the threshold to keep
     searching = room > 0
-    prefix = tl.where(searching, 0, 0xFFFFFFFF).to(tl.uint32)  # above all floats: none is kept
+    # Without a search the threshold is above all floats, so that none is kept.
+    prefix = tl.where(searching, 0, 0xFFFFFFFF).to(tl.uint32)
     lane = tl.arange(0, TILE)
 
     shift = tl.full([], 32, tl.uint32)
@@ -99,13 +115,13 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, tl.where(searching, end, 0), TILE):
             column = start + lane
             live = (column >= head) & (column < end)
-            # of the whole row: a bound that is a multiple of 16 lets four scores be one load
+            # Bound by the width: a multiple of 16 allows loads of four scores.
             key = _in_order32(tl.load(scores + column, mask=column < width, other=0.0))
             live &= _agrees(key, prefix, shift)
             held += tl.histogram(_digit(key, shift), BINS, mask=live)
         prefix, room, searching = _narrow(held, prefix, room, searching, shift)
 
-    kept, level = 0, 0  # so far
+    kept, level = 0, 0  # columns above and at the threshold in the tiles so far
     for start in range(0, tl.where(count > 0, n, 0), TILE):
         column = start + lane
         live = (column >= head) & (column < end)
@@ -128,14 +144,14 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 def _chunk_keys_kernel(  # type: ignore[no-untyped-def]
     scores, columns, keys, size, heads, number, s_row, TILE: tl.constexpr, PART: tl.constexpr
 ):
-    """Worth of each chunk: scores of a token summed over heads, averaged over the chunk."""
+    """Write the sort key of each chunk: its token scores, summed over heads, then averaged."""
     row = tl.program_id(1).to(tl.int64)
     scores += row * heads * s_row
     n = tl.load(columns + row)
     chunk = tl.program_id(0) * TILE + tl.arange(0, TILE)
     length = tl.minimum(tl.maximum(n - chunk * size, 0), size)
     worth = tl.zeros([TILE], tl.float64)
-    lost = tl.zeros([TILE], tl.int32)  # of its scores, those that are NaN or -inf
+    lost = tl.zeros([TILE], tl.int32)  # number of scores that are NaN or -inf
     for part in range(0, size, PART):
         inside = part + tl.arange(0, PART)
         live = inside[None, :] < length[:, None]
@@ -148,7 +164,7 @@ def _chunk_keys_kernel(  # type: ignore[no-untyped-def]
             bad += (score > float("-inf")) == 0
         worth += tl.sum(token, 1)
         lost += tl.sum(bad, 1)
-    # one of them makes the sum -inf, or NaN beside +inf, which ranks as -inf
+    # One such score makes the sum -inf, or NaN together with +inf, and NaN ranks as -inf.
     worth = tl.where(lost > 0, float("-inf"), worth / tl.maximum(length, 1).to(tl.float64))
     tl.store(keys + row * number + chunk, _in_order64(worth), mask=chunk < number)
 
@@ -157,14 +173,14 @@ def _chunk_keys_kernel(  # type: ignore[no-untyped-def]
 def _select_chunks_kernel(  # type: ignore[no-untyped-def]
     keys, columns, keep, out, most, size, number, TILE: tl.constexpr, PART: tl.constexpr
 ):
-    """As `_select_kernel`, of chunks that weigh as much as they have tokens."""
+    """Select chunks as `_select_kernel` selects columns, counting the tokens of each chunk."""
     row = tl.program_id(0).to(tl.int64)
     keys += row * number
     out += row * most
     n = tl.load(columns + row)
     count = tl.maximum(tl.minimum(tl.minimum(tl.load(keep + row), n), most), 0)
     chunks = tl.where(count > 0, tl.cdiv(n, size), 0)
-    missing = chunks * size - n  # tokens that the last chunk lacks
+    missing = chunks * size - n  # tokens by which the last chunk is shorter
     ending = tl.load(keys + chunks - 1, mask=chunks > 0, other=0).to(tl.uint64, bitcast=True)
     room = count  # tokens
     searching = room > 0
@@ -185,7 +201,9 @@ def _select_chunks_kernel(  # type: ignore[no-untyped-def]
         held = held * size - tl.where(short, missing, 0)
         prefix, room, searching = _narrow(held, prefix, room, searching, shift)
 
-    kept, level = 0, 0  # so far, in tokens; only the last chunk is short, and none follows it
+    # Tokens above and at the threshold in the tiles so far. The last chunk may be shorter, but no
+    # chunk follows it.
+    kept, level = 0, 0
     for start in range(0, chunks, TILE):
         chunk = start + lane
         live = chunk < chunks
@@ -208,14 +226,14 @@ def _select_chunks_kernel(  # type: ignore[no-untyped-def]
 
 
 def _shape(width: int) -> Shape:
-    """For rows of `width` columns."""
+    """Return the configuration for rows of `width` columns."""
     if width <= 2048:
         return Shape(1024, 4)
     return Shape(4096, 8) if width <= 32768 else Shape(8192, 16)
 
 
 def _chunks_tile(part: int) -> int:
-    """Chunks at a time in `_select_chunks_kernel`, each with the places of `part` tokens."""
+    """Return the chunks per tile of `_select_chunks_kernel`, which writes `part` tokens of each."""
     return min(1024, 4096 // part)
 
 
@@ -223,17 +241,26 @@ def run(
     scores: torch.Tensor,
     columns: torch.Tensor,
     keep: torch.Tensor,
-    most: int,
-    first: torch.Tensor,
-    last: torch.Tensor,
+    max_kept: int,
+    num_first: torch.Tensor,
+    num_last: torch.Tensor,
 ) -> torch.Tensor:
     rows, width = scores.shape
-    out = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
-    if rows and most:
+    out = torch.empty(rows, max_kept, dtype=torch.int32, device=scores.device)
+    if rows and max_kept:
         tile, warps = _shape(width)
-        stride = scores.stride(0)
         _select_kernel[(rows,)](
-            scores, columns, keep, first, last, out, most, width, stride, tile, num_warps=warps
+            scores,
+            columns,
+            keep,
+            num_first,
+            num_last,
+            out,
+            max_kept,
+            width,
+            scores.stride(0),
+            tile,
+            num_warps=warps,
         )
     return out
 
@@ -242,15 +269,15 @@ def chunks(
     scores: torch.Tensor,
     columns: torch.Tensor,
     keep: torch.Tensor,
-    most: int,
+    max_kept: int,
     size: int,
     heads: int,
 ) -> torch.Tensor:
-    # A chunk that is longer than the row is the whole row too.
+    # A chunk is at most as long as the row.
     size = min(size, max(scores.shape[1], 1))
     rows, number = len(scores) // heads, -(-scores.shape[1] // size)
-    out = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
-    if rows and most:
+    out = torch.empty(rows, max_kept, dtype=torch.int32, device=scores.device)
+    if rows and max_kept:
         part = min(triton.next_power_of_2(size), PART)
         keys = torch.empty(rows, number, dtype=torch.int64, device=scores.device)
         if number:
@@ -259,12 +286,13 @@ def chunks(
                 scores, columns, keys, size, heads, number, scores.stride(0), tile, part
             )
         _select_chunks_kernel[(rows,)](
-            keys, columns, keep, out, most, size, number, _chunks_tile(part), part, num_warps=4
+            keys, columns, keep, out, max_kept, size, number, _chunks_tile(part), part, num_warps=4
         )
     return out
 
 
 def builds(sm: int) -> list[Build]:
+    """Return builds for rows of several widths, and for chunks of 1 and of at least 16 tokens."""
     rows = dict(columns="*i32", keep="*i32", out="*i32", most="i32")
     scored = dict(scores="*fp32", first="*i32", last="*i32", width="i32", s_row="i32")
     keyed = dict(scores="*fp32", columns="*i32", keys="*i64", size="i32", heads="i32")
@@ -287,7 +315,7 @@ def builds(sm: int) -> list[Build]:
                 signature=keyed | dict(number="i32", s_row="i32"),
                 constexprs=dict(TILE=TOKENS // part, PART=part),
                 aligned=("scores", "columns", "keys", "s_row"),
-                # A chunk may start anywhere, so its scores are not aligned.
+                # A chunk may start at any column, so its scores are not aligned.
                 wide_loads=False,
             ),
             Build(
@@ -296,7 +324,7 @@ def builds(sm: int) -> list[Build]:
                 signature=rows | dict(keys="*i64", size="i32", number="i32"),
                 constexprs=dict(TILE=_chunks_tile(part), PART=part),
                 aligned=("keys", "columns", "keep", "out"),
-                # A row may have an odd number of keys, so the next one is not aligned.
+                # A row may have an odd number of keys, so the next row is not aligned.
                 wide_loads=False,
             ),
         ]

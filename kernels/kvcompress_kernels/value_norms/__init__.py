@@ -1,4 +1,4 @@
-"""How large each cached value is."""
+"""L1 norm of each cached value."""
 
 import torch
 
@@ -7,9 +7,9 @@ from kvcompress_kernels.contract import check_floats, check_pages, require
 
 
 def value_norms(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """L1 norm of each cached value: ``n[g, j] = sum_d |v[g, j, d]|``, summed in float32.
+    """Return the L1 norm of each cached value: ``n[g, j] = sum_d |v[g, j, d]|``, in float32.
 
-    Equal values have equal norms, wherever they lie.
+    Equal values have equal norms at any position.
 
     Args:
         value_pages: ``[N, Hkv, block_size, D]`` any float dtype and strides.
@@ -17,11 +17,10 @@ def value_norms(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> 
         tokens: prompt tokens.
 
     Returns:
-        ``[Hkv, tokens]`` float32. Of a quantised V these are to be multiplied by its scale, which
-        matters where layers are compared.
+        ``[Hkv, tokens]`` float32. For a quantised V, multiply by its scale to compare layers.
 
     Raises:
-        ValueError: shapes disagree, there are no tokens, or `value_pages` are no floats.
+        ValueError: Shapes disagree, `tokens` is 0, or `value_pages` has no float dtype.
     """
     name = "value_norms"
     require(value_pages.dim() == 4, name, "value_pages must be [N, Hkv, bs, D]", value_pages.shape)

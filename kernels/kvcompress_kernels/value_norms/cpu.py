@@ -1,4 +1,4 @@
-"""CPU form of `value_norms`: float32, tiled over pages."""
+"""Torch code of `value_norms` for a CPU: float32, tiled over pages."""
 
 import torch
 
@@ -12,7 +12,7 @@ def run(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Te
     norms = value_pages.new_empty(kv_heads, len(pages) * block, dtype=torch.float32)
     for first in range(0, len(pages), step):
         v = value_pages[pages[first : first + step]]  # [n, Hkv, block, D]
-        # dims side by side: sums over strided ones differ in order between slots
+        # Contiguous head dims: sums over strided dims differ in order between slots.
         v = v.to(torch.float32, memory_format=torch.contiguous_format).abs_()
         norms[:, first * block :][:, : v.shape[0] * block] = v.sum(-1).transpose(0, 1).flatten(1)
     return norms[:, :tokens].contiguous()

@@ -1,8 +1,8 @@
-"""Definition of `value_norms`, in float64."""
+"""Reference for `value_norms` in float64."""
 
 import torch
 
-from kvcompress_kernels.prompt import cached_values
+from kvcompress_kernels.cached_prompt import cached_values
 
 
 def run(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:

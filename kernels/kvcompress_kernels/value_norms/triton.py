@@ -1,4 +1,4 @@
-"""`value_norms` as a Triton kernel: a program for each tile of tokens and KV head, V read once."""
+"""Triton kernel of `value_norms`: one program per tile of tokens and KV head. It reads V once."""
 
 from itertools import product
 from typing import Any
@@ -26,7 +26,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Norms ``[Hkv, tokens]``."""
+    """Write the norms ``[Hkv, tokens]``."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = token < tokens
@@ -53,7 +53,7 @@ def _config(dim: int, block: int) -> dict[str, Any]:
 
 
 def builds(sm: int) -> list[Build]:
-    """Blocks of 16, dims side by side in memory; values of bf16 or, a few, of float8."""
+    """Return builds for blocks of 16 and contiguous head dims, in bf16 and partly in float8."""
     sizes = [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]
     all_builds = []
     for dim, kind in sizes:

@@ -1,4 +1,4 @@
-"""How much each token matters to the attention output."""
+"""Change of the attention output when a token is evicted (CAOTE)."""
 
 import torch
 
@@ -15,29 +15,31 @@ def value_scores(
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
-    """How much the attention output would change if one token went (CAOTE, arXiv:2504.14051).
+    """Return how much evicting each token changes the attention output (CAOTE, arXiv:2504.14051).
 
-    ``c_j = h_j / (1 - h_j) * ||o - v_j||_2`` for each query head's weights h, with
-    ``o = sum_j h_j v_j``; exact if h is an attention row. ``1 - h_j`` is clamped at 1e-6, but for
-    a token of more than half of a row's weight, whose c is ``h_j * ||o_without_j - v_j||``, the
-    same and precise up to a weight of 1; `fast` has no such form, and takes for its ``1 - h_j``
-    what the other tokens have. c is then reduced over the query heads of a KV head.
+    ``c_j = h_j / (1 - h_j) * ||o - v_j||_2`` for the weights h of each query head, with
+    ``o = sum_j h_j v_j``. This is exact if h is an attention row. c is then reduced over the query
+    heads of a KV head.
+
+    ``1 - h_j`` is clamped at 1e-6 for weights up to 1/2. A heavier token uses the equal form
+    ``h_j * ||o_without_j - v_j||``, which is accurate up to a weight of 1. With `fast` it uses the
+    sum of the other weights for ``1 - h_j`` instead.
 
     Args:
-        weights: ``[Hq, tokens]`` float32, >= 0, rows that sum to 1; values unchecked.
+        weights: ``[Hq, tokens]`` float32, >= 0; each row sums to 1 (unchecked).
         value_pages: ``[N, Hkv, block_size, D]`` any float dtype and strides.
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order.
         tokens: prompt tokens.
-        fast: FastCAOTE: o is the plain mean of the values of all tokens.
-        reduce: "mean", or "l2", the root of the sum of squares: the change of the group's
-            concatenated outputs.
+        fast: FastCAOTE: o is the unweighted mean of all values.
+        reduce: "mean", or "l2" for the root of the sum of squares, which is the change of the
+            concatenated outputs of the group.
 
     Returns:
-        ``[Hkv, tokens]`` float32; the smallest is to be evicted first. Of a quantised V these are
-        to be multiplied by its scale, which matters where layers are compared.
+        ``[Hkv, tokens]`` float32. Evict the smallest first. For a quantised V, multiply by its
+        scale to compare layers.
 
     Raises:
-        ValueError: shapes disagree, `weights` is not float32, or `reduce` is unknown.
+        ValueError: Shapes disagree, `weights` is not float32, or `reduce` is unknown.
     """
     name = "value_scores"
     require(value_pages.dim() == 4, name, "value_pages must be [N, Hkv, bs, D]", value_pages.shape)
@@ -60,22 +62,26 @@ def value_scores_of_rows(
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
-    """`value_scores` of N rows at once, layers of one request or of several.
+    """Return the `value_scores` of N rows. A row is one layer of one request.
 
-    Rows may differ in length, and the host need not know how long they are. Each gets what it gets
-    alone; behind its last token it scores 0.
+    The host need not know the length of each row. A row's scores equal those of a call with that
+    row alone.
 
     Args:
-        weights: ``[N, Hq, tokens]``; what lies behind a row's length is not read.
-        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order; likewise.
-        tokens: the length of every row, or where there are `lengths` one that none exceeds.
-        lengths: ``[N]`` int32: 0 < length <= tokens (unchecked: checking would sync).
+        weights: ``[N, Hq, tokens]`` float32. Columns past a row's length are not read.
+        value_pages: as in `value_scores`.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order. Pages past a
+            row's length are not read.
+        tokens: length of all rows, or an upper bound on `lengths`.
+        lengths: ``[N]`` int32: 0 < length <= tokens (unchecked, because a check would sync).
+        fast: as in `value_scores`.
+        reduce: as in `value_scores`.
 
     Returns:
-        ``[N, Hkv, tokens]`` float32.
+        ``[N, Hkv, tokens]`` float32, 0 past a row's length.
 
     Raises:
-        ValueError: as `value_scores`, or there is no row.
+        ValueError: As in `value_scores`, or N is 0.
     """
     name = "value_scores"
     require(reduce in ("mean", "l2"), name, "reduce must be 'mean' or 'l2'", repr(reduce))
@@ -85,7 +91,7 @@ def value_scores_of_rows(
     require(tokens > 0, name, "tokens must be positive", tokens)
     require(weights.dim() == 3, name, "weights must be [N, Hq, tokens]", tuple(weights.shape))
     rows, heads, columns = weights.shape
-    require(rows > 0, name, "there must be a row", rows)
+    require(rows > 0, name, "there must be at least one row", rows)
     require(columns == tokens, name, f"weights must be [N, Hq, {tokens}]", tuple(weights.shape))
     require(weights.dtype == torch.float32, name, "weights must be float32", weights.dtype)
     require(

@@ -1,16 +1,17 @@
-"""CPU form of `value_scores`: float32, tiled over tokens, the values read twice.
+"""Torch code of `value_scores` for a CPU: float32, tiled over tokens. It reads the values twice.
 
-The difference ``o - v_j`` is formed before its norm: expanding the square would cancel. Near a
-weight of 1 both it and ``1 - h_j`` vanish while their ratio does not. One token of a query head can
-have more than half of the weight: it is scored as ``h_j * || o_without_j - v_j ||``, and what the
-others have is added up. Below that all tokens go one way, so that equal ones tie.
+The norm of ``o - v_j`` is computed from the difference, because expanding the square would cancel.
+Near a weight of 1, both ``o - v_j`` and ``1 - h_j`` vanish, but their ratio does not. At most one
+token of a query head has more than half of the weight. It is scored as
+``h_j * || o_without_j - v_j ||``, with the sum of the other weights in place of ``1 - h_j``. All
+other tokens use the same formula, so that equal tokens tie.
 """
 
 import torch
 from torch.nn.functional import pad
 
 DIFFERENCES = 8 << 20
-"""Bytes of o - v_j for one tile of tokens."""
+"""Bytes of ``o - v_j`` for one tile of tokens."""
 
 
 def run(
@@ -28,7 +29,7 @@ def run(
     head = torch.arange(kv_heads, device=pages.device)[:, None]
 
     def values(token: torch.Tensor) -> torch.Tensor:
-        """``[Hkv, n, D]`` float32 for tokens ``[n]`` or, of each head its own, ``[Hkv, n]``."""
+        """Return float32 values ``[Hkv, n, D]`` of tokens ``[n]``, or ``[Hkv, n]`` per head."""
         return value_pages[pages[token // block], head, token % block].float()
 
     heaviest = h.argmax(-1)  # [Hkv, G]
@@ -42,7 +43,7 @@ def run(
         o /= tokens
     rest = others.sum(-1, keepdim=True)  # [Hkv, G, 1]
     if not fast:
-        apart = torch.linalg.vector_norm(o / rest - values(heaviest), dim=-1, keepdim=True)
+        top_distance = torch.linalg.vector_norm(o / rest - values(heaviest), dim=-1, keepdim=True)
         o += top * values(heaviest)
 
     scores = weights.new_empty(kv_heads, tokens)
@@ -53,7 +54,7 @@ def run(
         left = torch.where(dominant, rest, 1 - share).clamp_min(1e-6)
         change = share / left * distance  # [Hkv, G, n]
         if not fast:
-            change = torch.where(dominant, top * apart, change)
+            change = torch.where(dominant, top * top_distance, change)
         scores[:, token] = (
             change.mean(1) if reduce == "mean" else torch.linalg.vector_norm(change, dim=1)
         )
@@ -69,12 +70,13 @@ def run_rows(
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
-    """Row by row; what a shorter row has no token for is 0."""
+    """Score one row at a time, and pad shorter rows with 0."""
     block = value_pages.shape[2]
-    every = [tokens] * len(weights) if lengths is None else lengths.tolist()
+    row_lengths = [tokens] * len(weights) if lengths is None else lengths.tolist()
     scores = []
-    for own, row, length in zip(weights, pages, every, strict=True):
-        used = row[: -(-length // block)]
-        found = run(own[:, :length].contiguous(), value_pages, used, length, fast, reduce)
-        scores.append(pad(found, (0, tokens - length)))
+    for row_weights, row_pages, length in zip(weights, pages, row_lengths, strict=True):
+        used_pages = row_pages[: -(-length // block)]
+        used_weights = row_weights[:, :length].contiguous()
+        row_scores = run(used_weights, value_pages, used_pages, length, fast, reduce)
+        scores.append(pad(row_scores, (0, tokens - length)))
     return torch.stack(scores)

@@ -1,18 +1,20 @@
-"""The four passes of `value_scores` as Triton kernels (`triton.py` launches them).
+"""Four Triton kernels of `value_scores`, which `triton.py` launches.
 
-V is read twice. Float8 becomes bfloat16 or float32 as it is read, exactly.
+They read V twice. Float8 is converted exactly to bfloat16 or float32 when it is loaded.
 
 1. `heaviest_kernel`, per split of the tokens and query head: the heaviest token and the weight of
-   the others. Taking the prompt's heaviest out of a finished sum would cancel (`cpu.py`).
-2. `sum_kernel`, per split and KV head: ``sum_j h_j v_j`` of the G query heads, without the
-   heaviest of the split. The product runs on the tensor cores at full float32 precision: h is
-   three parts of 8 bits, exact with 16-bit values, and the parts of all heads are rows of one
-   operand.
-3. `join_kernel`, per query head: the splits' sums, then their heaviest tokens but the prompt's.
-4. `score_kernel`, per tile of tokens and KV head: the scores. Each thread holds whole runs of a
-   token's dims, ``[tokens, 32]`` at a time, so that a norm takes 2 shuffles and not 4.
+   the other tokens. The heaviest token must not be subtracted from a sum that includes it, because
+   that would cancel (`cpu.py`).
+2. `sum_kernel`, per split and KV head: ``sum_j h_j v_j`` for the G query heads, without the
+   heaviest token of the split. The product runs on the tensor cores with full float32 precision: h
+   is split into three parts of 8 bits, whose products with 16-bit values are exact. The parts of
+   all heads are rows of one operand.
+3. `join_kernel`, per query head: the sum over all splits, including their heaviest tokens except
+   the heaviest token of the prompt.
+4. `score_kernel`, per tile of tokens and KV head: the scores. A thread holds contiguous dims of a
+   token, ``[tokens, 32]`` at a time, so that a norm takes 2 shuffles instead of 4.
 
-Splits have one size, and each sum has one order: results are the same in every run.
+All splits have the same size and each sum has a fixed order, so results are the same in every run.
 """
 
 import triton
@@ -20,18 +22,18 @@ import triton.language as tl
 
 from kvcompress_kernels.float8_triton import widened
 
-# The left operand has so many rows per query head: three parts of h and a zero.
 PARTS = tl.constexpr(4)
-# A register tile has so many dims of a value: 4 threads load 16 bytes each.
+"""Rows of the left operand per query head: three parts of h and a row of zeros."""
 CHUNK = tl.constexpr(32)
-# Integers that differ by prompt: the launcher compiles anew for 1 and for multiples of 16.
+"""Head dims per register tile. Four threads load 16 bytes each."""
 VARY = ["width", "s_pages"]
+"""Integers that differ by prompt. Triton would specialise for 1 and for multiples of 16."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values ``[tokens, dims]`` of one KV head, 0 where not `live` or past the head dim."""
-    if BLOCK:  # a division by a constant
+    """Load values ``[tokens, dims]`` of one KV head, 0 outside `live` and past the head dim."""
+    if BLOCK:  # dividing by a constant is cheaper
         index, slot = token // BLOCK, token % BLOCK
     else:
         index, slot = token // block, token % block
@@ -44,7 +46,10 @@ def _rows(values, pages, token, dim, live, block, s_page, s_slot, s_dim, DIM, BL
 def heaviest_kernel(  # type: ignore[no-untyped-def]
     weights, tokens, heaviest, rests, width, SPLIT: tl.constexpr
 ):
-    """Heaviest token and weight of the others ``[N, Hq, splits]``, the earlier one of equals."""
+    """Write each split's heaviest token and the weight of its other tokens, ``[N, Hq, splits]``.
+
+    Ties go to the earlier token.
+    """
     split, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = split * SPLIT
     count = tl.load(tokens + n).to(tl.int32)
@@ -84,9 +89,9 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums ``[N, heads, splits, D]`` without each split's heaviest.
+    """Write the weighted sums ``[N, heads, splits, D]`` without each split's heaviest token.
 
-    FAST sums all values: one head, of weight 1.
+    With FAST, sum all values with weight 1, for one head per KV head.
     """
     split, kv_head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = split * SPLIT
@@ -130,7 +135,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
                 h = tl.where((part == 0)[:, None], high, h)
         if v.dtype == tl.bfloat16:
             total = tl.dot(h.to(tl.bfloat16), v, total)
-        elif v.dtype == tl.float16:  # weights leave its range; tf32 holds both sides exactly
+        elif v.dtype == tl.float16:  # Weights exceed its range. tf32 holds both operands exactly.
             total = tl.dot(h, v.to(tl.float32), total, input_precision="tf32")
         else:
             total = tl.dot(h, v, total, input_precision="ieee")
@@ -169,7 +174,10 @@ def join_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Outputs o ``[N, Hq, D]``; the token with over half of the weight, or -1; its score."""
+    """Write outputs o ``[N, Hq, D]``, the token with over half of the weight, and its score.
+
+    The token is -1 if no token has more than half of the weight.
+    """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(tokens + n).to(tl.int32)
     splits, used = tl.cdiv(width, SPLIT), tl.cdiv(count, SPLIT)
@@ -228,7 +236,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _distance(v, output, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``||o - v_j||`` of each token ``[tokens]``, v as a tuple of ``[tokens, CHUNK]``."""
+    """Return ``||o - v_j||`` of each token ``[tokens]``, for a tuple v of ``[tokens, CHUNK]``."""
     e = tl.arange(0, CHUNK)
     squares = tl.zeros(v[0].shape, tl.float32)
     for c in tl.static_range(len(v)):
@@ -262,7 +270,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     L2: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Scores ``[N, Hkv, width]``, 0 past a prompt."""
+    """Write the scores ``[N, Hkv, width]``, 0 past a prompt."""
     kv_head, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = token < tl.load(tokens + n).to(tl.int32)

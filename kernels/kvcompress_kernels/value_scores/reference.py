@@ -1,12 +1,12 @@
-"""Definition of `value_scores`, in float64, one query head after the other.
+"""Reference for `value_scores` in float64, one query head at a time.
 
-A row of `value_scores_of_rows` gets this of its own tokens.
+Each row of `value_scores_of_rows` must match it on the row's own tokens.
 """
 
 import torch
 from torch.linalg import vector_norm
 
-from kvcompress_kernels.prompt import cached_values
+from kvcompress_kernels.cached_prompt import cached_values
 
 
 def run(
@@ -26,7 +26,13 @@ def run(
 
 
 def _change(h: torch.Tensor, v: torch.Tensor, fast: bool) -> torch.Tensor:
-    """Change of one head's output ``[tokens]`` as each token goes, by weights h of values v."""
+    """Return how much evicting each token changes one query head's output, ``[tokens]``.
+
+    Args:
+        h: attention weights ``[tokens]``.
+        v: values ``[tokens, D]``.
+        fast: use the unweighted mean of the values for the output.
+    """
     o = v.mean(0) if fast else h @ v
     left = 1 - h
     heaviest = int(h.argmax())

@@ -1,4 +1,4 @@
-"""Launches the passes of `value_scores`, for several rows at once."""
+"""Launch the Triton passes of `value_scores` for N rows."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -22,14 +22,22 @@ SPLIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the configurations follow from."""
+    """Sizes that determine the kernel configurations.
+
+    Args:
+        group: query heads per KV head.
+        dim: head dimension.
+        block: tokens per page.
+        fast: whether o is the unweighted mean of the values.
+        bytes: bytes of an element of V.
+        sm: architecture, such as 90.
+    """
 
     group: int
     dim: int
     block: int
     fast: bool
     bytes: int
-    """Of an element of V."""
     sm: int
 
     def sums(self) -> dict[str, Any]:
@@ -38,9 +46,9 @@ class _Shape:
         tile = max(16, min(64, 16384 // (pad * self.bytes)))
         config = dict(self._common(), HEADS=heads, PAD=pad, TILE=tile, SPLIT=SPLIT)
         config["GROUP"] = 1 if self.fast else self.group
-        # from Blackwell on the product leaves less to a thread
+        # From Blackwell on, a thread holds less of the product.
         warps = 4 if heads * pad <= (2048 if self.sm >= 100 else 1024) else 8
-        # Half of the stages are taken by the page table's own loads.
+        # Loads from the page table take half of the stages.
         return dict(config, num_warps=warps, num_stages=6)
 
     def join(self) -> dict[str, Any]:
@@ -65,7 +73,7 @@ def run_rows(
     fast: bool,
     reduce: str,
 ) -> torch.Tensor:
-    """Four launches, whatever the number of rows."""
+    """Score N rows with four launches."""
     check_cache("value_scores", value_pages)
     rows, heads, width = weights.shape
     _, kv_heads, block, dim = value_pages.shape
@@ -81,7 +89,7 @@ def run_rows(
     scores = weights.new_empty(rows, kv_heads, width)
     weights, pages = weights.contiguous(), pages.contiguous()
     if lengths is None:
-        # filled on the device: copying from the host would wait for it
+        # Fill on the device, because a copy from the host would sync.
         count = torch.full((rows,), tokens, dtype=torch.int32, device=pages.device)
     else:
         count = lengths.contiguous()
@@ -98,9 +106,9 @@ def run_rows(
 
 
 def builds(sm: int) -> list[Build]:
-    """Blocks of 16, dims side by side in memory, 4 or 16 query heads per KV head.
+    """Return builds for blocks of 16, contiguous head dims and 4 or 16 query heads per KV head.
 
-    Values of bf16 or, a few, of float8.
+    Values are bf16, and for one configuration float8.
     """
     narrow = dict(wide_loads=False)
     all_builds = [
@@ -110,13 +118,13 @@ def builds(sm: int) -> list[Build]:
     sizes += product(DIMS, (4,), ["*bf16"])
     for (dim, group, kind), fast in product(sizes, (False, True)):
         shape = _Shape(group, dim, 16, fast, 2 if kind == "*bf16" else 1, sm)
-        of = f"D{dim} G{group}{' fast' if fast else ''}{named(kind)}"
-        all_builds.append(_build(f"value_scores sums {of}", sum_kernel, shape.sums(), kind))
+        suffix = f"D{dim} G{group}{' fast' if fast else ''}{named(kind)}"
+        all_builds.append(_build(f"value_scores sums {suffix}", sum_kernel, shape.sums(), kind))
         all_builds.append(
-            _build(f"value_scores join {of}", join_kernel, shape.join(), kind, **narrow)
+            _build(f"value_scores join {suffix}", join_kernel, shape.join(), kind, **narrow)
         )
         for l2 in (False, True):
-            name = f"value_scores scores {of} {'l2' if l2 else 'mean'}"
+            name = f"value_scores scores {suffix} {'l2' if l2 else 'mean'}"
             all_builds.append(_build(name, score_kernel, dict(shape.scores(), L2=l2), kind))
     return all_builds
 

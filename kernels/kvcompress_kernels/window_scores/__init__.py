@@ -1,4 +1,4 @@
-"""What an observation window thinks of the prompt before it."""
+"""Attention from the observation window to the prompt."""
 
 from collections.abc import Sequence
 
@@ -30,35 +30,34 @@ def window_scores(
     pooled: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> WindowScores:
-    """Attention of an observation window to the prompt before it, reduced over the window.
+    """Return the attention of the last w queries to the prompt, reduced over these w rows.
 
-    ``A = softmax(scale * q k^T)`` over all `tokens` keys, causal inside the window, float32; the
-    past columns are not renormalised after cutting (CAKE, arXiv:2503.12491, eq. 5 to 7;
-    SnapKV, arXiv:2404.14469). Entropy is summed as ``A * (s - LSE)``, finite without an epsilon.
-    Query head h reads KV head ``h // (Hq // Hkv)``.
+    ``A = softmax(scale * q k^T)`` over all `tokens` keys, causal, in float32. The columns before
+    the window are the past; they are not renormalised (CAKE, arXiv:2503.12491, eq. 5 to 7; SnapKV,
+    arXiv:2404.14469). Query head h reads KV head ``h // (Hq // Hkv)``.
 
-    Rows are pooled as in DefensiveKV (Feng et al. 2025, arXiv:2510.13334): a row a over the past
-    becomes ``p[j] = sum_{|n - j| <= 2} a[n] / 5``, zeros outside, and then ``p * sum(a) / sum(p)``,
-    so that what falls off at both ends is not lost. A row that attends to nothing of the past
-    stays 0.
+    With `pooled`, each row is pooled before the maximum, as in DefensiveKV (Feng et al. 2025,
+    arXiv:2510.13334). A row a over the past becomes ``p[j] = sum_{|n - j| <= 2} a[n] / 5`` with
+    zeros outside, then ``p * sum(a) / sum(p)``, so that it keeps its sum. A row without attention
+    to the past stays 0.
 
     Args:
         query: ``[w, Hq, D]`` any float dtype, rotated, in position order.
         key_pages: ``[N, Hkv, D, block_size]`` any float dtype and strides.
         pages: ``[ceil(tokens / block_size)]`` int64, the prompt's pages in order. Slots of the
-            last page from `tokens` on are not read into any result.
-        tokens: prompt length S, the window included.
+            last page from `tokens` on affect no result.
+        tokens: prompt length S, including the window.
         scale: factor on the logits, usually ``D ** -0.5``, times the scale of a quantised K.
         variance: also return the variance; needs ``w >= 2``.
         maximum: also return the maximum over the rows.
-        pooled: take it of the pooled rows; needs `maximum`.
-        sinks: ``[Hq]`` float32, each query head's sink: a logit that stands in every row's softmax
-            for no key, so that a row sums to less than 1 (gpt-oss; Xiao et al. 2024,
-            arXiv:2309.17453, call it SoftMax-off-by-one where it is 0). None without.
+        pooled: return the maximum over the pooled rows; needs `maximum`.
+        sinks: ``[Hq]`` float32 attention sink logits, or None. A sink adds a term to each row's
+            softmax sum, so that the row's attention sums to less than 1 (gpt-oss; a logit of 0 is
+            the SoftMax-off-by-one of Xiao et al. 2024, arXiv:2309.17453).
 
     Raises:
-        ValueError: shapes disagree, the window is empty or as long as the prompt, `variance`
-            is asked of a single row, or `pooled` without `maximum`.
+        ValueError: Shapes disagree, the window is empty or as long as the prompt, `variance`
+            is set for a single row, or `pooled` is set without `maximum`.
     """
     (scores,) = window_scores_of_layers(
         [query],
@@ -86,24 +85,29 @@ def window_scores_of_layers(
     pooled: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> list[WindowScores]:
-    """`window_scores` of N layers of one prompt, which on a GPU share their launches.
+    """Return the `window_scores` of N layers of one prompt. On a GPU they share their launches.
 
-    In the page pool a layer is only other page ids. Each gets what it gets alone: `total`,
-    `variance`, `recent`, `last` and `maximum` bit for bit, sums over them up to the order of
-    adding.
+    Layers differ only in their page ids. A layer's `total`, `variance`, `recent`, `last` and
+    `maximum` equal those of a call with that layer alone bit for bit. Entropy and shift may differ
+    in their order of summation.
 
     Args:
-        queries: N of ``[w, Hq, D]``.
+        queries: N tensors ``[w, Hq, D]`` of one shape and dtype.
+        key_pages: as in `window_scores`.
         pages: ``[N, ceil(tokens / block_size)]`` int64, each layer's pages of the prompt in order.
-        scale: the same factor for all, or ``[N]`` float32, each layer's own, all positive.
-        sinks: ``[N, Hq]`` float32, each layer's; None without.
+        tokens: as in `window_scores`.
+        scale: factor for all layers, or ``[N]`` float32 with one positive factor per layer.
+        variance: as in `window_scores`.
+        maximum: as in `window_scores`.
+        pooled: as in `window_scores`.
+        sinks: ``[N, Hq]`` float32 attention sink logits, or None.
 
     Raises:
-        ValueError: as `window_scores`, or there is no layer.
+        ValueError: As in `window_scores`, or N is 0.
     """
-    require(len(queries) > 0, _NAME, "there must be a layer", len(queries))
-    alike = {(tuple(query.shape), query.dtype) for query in queries}
-    require(len(alike) == 1, _NAME, "the layers' queries must have one shape and dtype", alike)
+    require(len(queries) > 0, _NAME, "there must be at least one layer", len(queries))
+    shapes = {(tuple(query.shape), query.dtype) for query in queries}
+    require(len(shapes) == 1, _NAME, "the layers' queries must have one shape and dtype", shapes)
     stacked = torch.stack(list(queries)) if len(queries) > 1 else queries[0][None]
     scores = window_scores_of_rows(
         stacked,
@@ -132,31 +136,35 @@ def window_scores_of_rows(
     pooled: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> WindowScores:
-    """`window_scores` of N rows at once, layers of one request or of several, stacked.
+    """Return the `window_scores` of N rows, stacked. A row is one layer of one request.
 
-    Rows may differ in length, and the host need not know how long they are. What a row has no
-    token for is 0 in `total`, `variance`, `last` and `maximum`: the first lie behind its past,
-    ``lengths[r] - w`` columns, the others behind its last token.
+    The host need not know the length of each row.
 
     Args:
-        query: ``[N, w, Hq, D]``.
-        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order; those behind its
-            length are not read.
-        tokens: the length of every row, or where there are `lengths` one that none exceeds.
-        scale: the same factor for all, or ``[N]`` float32, each row's own, positive (unchecked).
-        sinks: ``[N, Hq]`` float32, each row's; None without.
-        lengths: ``[N]`` int32: w <= length <= tokens (unchecked: checking would sync). A row may
-            be its window alone, without a past.
+        query: ``[N, w, Hq, D]`` any float dtype, rotated, in position order.
+        key_pages: as in `window_scores`.
+        pages: ``[N, ceil(tokens / block_size)]`` int64, each row's pages in order. Pages past a
+            row's length are not read.
+        tokens: length of all rows, or an upper bound on `lengths`.
+        scale: factor for all rows, or ``[N]`` float32 with one positive factor per row (unchecked).
+        lengths: ``[N]`` int32: w <= length <= tokens (unchecked, because a check would sync). A row
+            of length w has no past.
+        variance: as in `window_scores`.
+        maximum: as in `window_scores`.
+        pooled: as in `window_scores`.
+        sinks: ``[N, Hq]`` float32 attention sink logits, or None.
 
     Returns:
-        As `window_scores`, with a leading N.
+        The results of `window_scores` with a leading axis N. A shorter row is 0 in `total` and
+        `variance` from column ``lengths[r] - w`` on, and in `last` and `maximum` from column
+        ``lengths[r]`` on.
 
     Raises:
-        ValueError: as `window_scores`, or there is no row.
+        ValueError: As in `window_scores`, or N is 0.
     """
     w = _check_rows(query, key_pages, pages, tokens, scale, lengths, sinks)
     require(w > 1 or not variance, _NAME, "a variance needs a window of at least 2", w)
-    require(maximum or not pooled, _NAME, "pooled is of a maximum; ask for that too", maximum)
+    require(maximum or not pooled, _NAME, "pooled needs maximum", (pooled, maximum))
     if contract.triton_takes(query):
         from kvcompress_kernels.window_scores.triton import run_rows
     else:
@@ -178,11 +186,11 @@ def _check_rows(
     """Check the tensors, and return the number of tokens in the window.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or the window is empty or as long as the prompt.
+        ValueError: Shapes or dtypes disagree, or the window is empty or as long as the prompt.
     """
     require(query.dim() == 4, _NAME, "query must be [N, w, Hq, D]", tuple(query.shape))
     rows, w, heads, dim = query.shape
-    require(rows > 0, _NAME, "there must be a row", rows)
+    require(rows > 0, _NAME, "there must be at least one row", rows)
     require(key_pages.dim() == 4, _NAME, "key_pages must be [N, Hkv, D, bs]", key_pages.shape)
     check_floats(_NAME, "key_pages", key_pages)
     require(

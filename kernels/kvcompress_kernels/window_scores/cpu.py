@@ -1,11 +1,11 @@
-"""CPU form of `window_scores`: float32, one pass over K, tiled over columns.
+"""Torch code of `window_scores` for a CPU: float32, tiled over columns. It reads K once.
 
-Pass 1 computes the logits tile by tile and each row's running maximum and sum; pass 2 reads the
-stored logits, ``Hq * w * S`` float32, once more and reduces them over the window. Tiles keep the
-temporaries inside the processor's cache.
+Pass 1 computes the logits, one tile at a time, and each row's maximum and sum. Pass 2 reads the
+stored logits, ``Hq * w * S`` float32, and reduces them over the window. Tiles keep temporaries in
+the processor's cache.
 
-Where the processor multiplies bfloat16 (AMX), pass 1 of a bfloat16 cache does: its products are
-exact and its sums float32, so that nothing is rounded which float32 would keep.
+On a processor with AMX, pass 1 multiplies a bfloat16 cache in bfloat16. Products are exact and sums
+are float32, so this loses no precision.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from kvcompress_kernels.window_scores.result import WindowScores
 
 TILE = 512
-"""AttentionStats of the prompt in one tile of logits."""
+"""Columns of the prompt in one tile of logits."""
 
 
 def run(
@@ -39,12 +39,12 @@ def run(
     _mask_future(logits, group, w, past)
     sink = None if sinks is None else sinks.view(kv_heads, group, 1).expand(-1, -1, w)
     log_sum = _log_sum(logits, sink).view(heads, w, 1)
-    every = [tile.view(heads, w, -1) for tile in logits]
-    return _reduced(every, log_sum, past, variance, maximum, pooled)
+    tiles = [tile.view(heads, w, -1) for tile in logits]
+    return _reduced(tiles, log_sum, past, variance, maximum, pooled)
 
 
 def _log_sum(logits: list[torch.Tensor], sink: torch.Tensor | None) -> torch.Tensor:
-    """Log of each row's sum of ``exp`` over all tiles and its sink: ``[Hkv, G * w, 1]``."""
+    """Return the logsumexp of each row over all tiles and its sink, ``[Hkv, G * w, 1]``."""
     top = torch.full_like(logits[0][..., :1], -torch.inf)
     weight = torch.zeros_like(top)
     if sink is not None:
@@ -66,13 +66,13 @@ def _reduced(
     maximum: bool,
     pooled: bool,
 ) -> WindowScores:
-    """Reduce tiles of logits ``[Hq, w, columns]`` over the window; where pooled, overwrite them."""
+    """Reduce tiles of logits ``[Hq, w, columns]`` over the window. `pooled` overwrites them."""
     heads, w, _ = log_sum.shape
     total = log_sum.new_empty(heads, past)
     recent = log_sum.new_empty(heads, w)
     last = log_sum.new_empty(heads, past + w)
-    spread = torch.empty_like(total) if variance else None
-    most = torch.empty_like(last) if maximum else None
+    variances = torch.empty_like(total) if variance else None
+    highest = torch.empty_like(last) if maximum else None
     entropy = log_sum.new_zeros(())
     attention: list[torch.Tensor] = []
     end = 0
@@ -82,8 +82,8 @@ def _reduced(
         if end > past:
             inside = (tile[..., max(past - start, 0) :] - log_sum).exp_()
             recent[:, max(start - past, 0) : end - past] = _over_rows(inside)
-            if most is not None:
-                most[:, max(start, past) : end] = inside.amax(1)
+            if highest is not None:
+                highest[:, max(start, past) : end] = inside.amax(1)
         stop = min(end, past)
         if stop <= start:
             continue
@@ -94,17 +94,17 @@ def _reduced(
         total[:, start:stop] = column
         if pooled:
             attention.append(tile[..., : stop - start].copy_(a))
-        elif most is not None:
-            most[:, start:stop] = a.amax(1)
-        if spread is not None:
+        elif highest is not None:
+            highest[:, start:stop] = a.amax(1)
+        if variances is not None:
             a -= (column / w).unsqueeze(1)
-            spread[:, start:stop] = _over_rows(a.square_())
-    if most is not None and pooled:
-        _pooled_maximum(attention, most[:, :past])
-    if spread is None:
-        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last, most)
-    spread /= w - 1
-    return WindowScores(total, spread, entropy, spread.sum(), recent, last, most)
+            variances[:, start:stop] = _over_rows(a.square_())
+    if highest is not None and pooled:
+        _pooled_maximum(attention, highest[:, :past])
+    if variances is None:
+        return WindowScores(total, None, entropy, torch.zeros_like(entropy), recent, last, highest)
+    variances /= w - 1
+    return WindowScores(total, variances, entropy, variances.sum(), recent, last, highest)
 
 
 def run_rows(
@@ -119,34 +119,34 @@ def run_rows(
     pooled: bool,
     sinks: torch.Tensor | None = None,
 ) -> WindowScores:
-    """Row by row; what a shorter row has no token for is 0."""
+    """Score one row at a time, and pad shorter rows with 0."""
     block = key_pages.shape[3]
-    every = [tokens] * len(query) if lengths is None else lengths.tolist()
+    row_lengths = [tokens] * len(query) if lengths is None else lengths.tolist()
     factors = scale.tolist() if isinstance(scale, torch.Tensor) else [scale] * len(query)
-    found: list[WindowScores] = []
-    every_sink = [None] * len(query) if sinks is None else list(sinks)
-    for asked, own, length, factor, sink in zip(
-        query, pages, every, factors, every_sink, strict=True
+    all_scores: list[WindowScores] = []
+    row_sinks = [None] * len(query) if sinks is None else list(sinks)
+    for row_query, row_pages, length, factor, sink in zip(
+        query, pages, row_lengths, factors, row_sinks, strict=True
     ):
-        used = own[: -(-length // block)]
-        scores = run(asked, key_pages, used, length, factor, variance, maximum, pooled, sink)
-        behind = 0, tokens - length
-        found.append(
+        used = row_pages[: -(-length // block)]
+        scores = run(row_query, key_pages, used, length, factor, variance, maximum, pooled, sink)
+        padding = 0, tokens - length
+        all_scores.append(
             scores._replace(
-                total=pad(scores.total, behind),
-                variance=None if scores.variance is None else pad(scores.variance, behind),
-                last=pad(scores.last, behind),
-                maximum=None if scores.maximum is None else pad(scores.maximum, behind),
+                total=pad(scores.total, padding),
+                variance=None if scores.variance is None else pad(scores.variance, padding),
+                last=pad(scores.last, padding),
+                maximum=None if scores.maximum is None else pad(scores.maximum, padding),
             )
         )
     return WindowScores(
-        total=torch.stack([scores.total for scores in found]),
-        variance=_stacked(scores.variance for scores in found),
-        entropy=torch.stack([scores.entropy for scores in found]),
-        shift=torch.stack([scores.shift for scores in found]),
-        recent=torch.stack([scores.recent for scores in found]),
-        last=torch.stack([scores.last for scores in found]),
-        maximum=_stacked(scores.maximum for scores in found),
+        total=torch.stack([scores.total for scores in all_scores]),
+        variance=_stacked(scores.variance for scores in all_scores),
+        entropy=torch.stack([scores.entropy for scores in all_scores]),
+        shift=torch.stack([scores.shift for scores in all_scores]),
+        recent=torch.stack([scores.recent for scores in all_scores]),
+        last=torch.stack([scores.last for scores in all_scores]),
+        maximum=_stacked(scores.maximum for scores in all_scores),
     )
 
 
@@ -156,10 +156,11 @@ def _stacked(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _over_rows(x: torch.Tensor) -> torch.Tensor:
-    """Sum ``[heads, w, n]`` over the rows, halves onto each other: every column in one order.
+    """Sum ``[heads, w, n]`` over the rows in the same order for every column.
 
-    Equal columns must stay equal for their tie to go to the lower position, and a reduction's order
-    differs between columns. Halves round less than one row after the other, and need no float64.
+    Equal columns must have equal sums, so that their tie goes to the lower position. The order of
+    `torch.sum` differs between columns. Adding the halves of the rows pairwise also rounds less
+    than adding one row at a time, so float32 is enough.
     """
     while (rows := x.shape[1]) > 1:
         half = x[:, : rows // 2] + x[:, rows // 2 : rows // 2 * 2]
@@ -170,13 +171,15 @@ def _over_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pooled_maximum(tiles: list[torch.Tensor], out: torch.Tensor) -> None:
-    """The maximum over the pooled rows, ``[heads, P]`` into `out`.
+    """Write the maximum over the pooled rows to `out` ``[heads, P]``.
 
-    The sum of a pooled row follows from its four outermost columns: each column counts in five
-    places, and those next to an end in fewer.
+    Each column counts five times in the sum of a pooled row, and columns next to an end count fewer
+    times. So the sum follows from the row's sum and its four outermost columns.
 
     Args:
-        tiles: of ``[heads, w, columns]``, attention to the past; all but the last are wide.
+        tiles: attention to the past, ``[heads, w, columns]`` each. All tiles except the last have
+            at least two columns.
+        out: ``[heads, P]``.
     """
     first = torch.cat([tile[..., :2] for tile in tiles[:2]], dim=-1)
     final = torch.cat([tile[..., -2:] for tile in tiles[-2:]], dim=-1)
@@ -184,20 +187,20 @@ def _pooled_maximum(tiles: list[torch.Tensor], out: torch.Tensor) -> None:
     if out.shape[1] > 1:
         lost += first[..., 1] + final[..., -2]
     mass = torch.stack([tile.sum(-1) for tile in tiles]).sum(0)
-    # of a row that attends to nothing of the past both are 0, and so are its columns
-    share = (mass / (5 * mass - lost).clamp_min(torch.finfo(mass.dtype).tiny))[..., None]
+    # A row without attention to the past has mass 0, and its columns are 0.
+    factor = (mass / (5 * mass - lost).clamp_min(torch.finfo(mass.dtype).tiny))[..., None]
     start = 0
     for i, tile in enumerate(tiles):
         size = tile.shape[-1]
         before = tiles[i - 1][..., -2:] if i else tile[..., :0]
         after = tiles[i + 1][..., :2] if i + 1 < len(tiles) else tile[..., :0]
-        near = torch.cat([before, tile, after], dim=-1)
-        near = pad(near, (2 - before.shape[-1], 2 - after.shape[-1]))
-        # in this order everywhere, so that equal columns stay equal
-        total = near[..., :size] + near[..., 1 : size + 1]
+        padded = torch.cat([before, tile, after], dim=-1)
+        padded = pad(padded, (2 - before.shape[-1], 2 - after.shape[-1]))
+        # Every column adds in this order, so that equal columns stay equal.
+        total = padded[..., :size] + padded[..., 1 : size + 1]
         for shift in (2, 3, 4):
-            total += near[..., shift : size + shift]
-        out[:, start : start + size] = (total * share).amax(1)
+            total += padded[..., shift : size + shift]
+        out[:, start : start + size] = (total * factor).amax(1)
         start += size
 
 
@@ -209,7 +212,7 @@ def _logits(
     scale: float,
     step: int,
 ) -> list[torch.Tensor]:
-    """Scaled dot products ``[Hkv, G * w, columns]`` of each run of `step` pages."""
+    """Return the scaled logits, one tile ``[Hkv, G * w, columns]`` for every `step` pages."""
     w, heads, dim = query.shape
     kv_heads, block = key_pages.shape[1], key_pages.shape[3]
     q = query.float().view(w, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
@@ -222,7 +225,7 @@ def _logits(
         for first in range(0, len(pages), step)
     )
     if query.dtype == key_pages.dtype == torch.bfloat16 and multiplies_bfloat16():
-        # the scale multiplies the sums: a bfloat16 does not hold a query times its scale
+        # Scale the sums, because a bfloat16 cannot hold the scaled query exactly.
         with _products_in_bfloat16():
             return [torch.baddbmm(k.new_empty(()), q, k, beta=0, alpha=scale) for k in keys]
     q = q * scale
@@ -230,15 +233,16 @@ def _logits(
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether oneDNN has the processor's own bfloat16 matrices."""
+    """Return whether oneDNN can use the processor's bfloat16 matrix instructions (AMX)."""
     return torch.cpu._is_amx_tile_supported()
 
 
 @contextmanager
 def _products_in_bfloat16() -> Iterator[None]:
-    """Let oneDNN round the factors of float32 products to bfloat16, which leaves ours as they are.
+    """Let oneDNN round the operands of float32 products to bfloat16.
 
-    torch has no product on a CPU that reads bfloat16 and writes float32.
+    Torch has no CPU matrix product that reads bfloat16 and writes float32. The rounding changes
+    nothing here, because the operands are bfloat16 values.
     """
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
@@ -249,7 +253,7 @@ def _products_in_bfloat16() -> Iterator[None]:
 
 
 def _mask_future(logits: list[torch.Tensor], group: int, w: int, past: int) -> None:
-    """A window row sees no key after its own: the past needs no mask."""
+    """Apply the causal mask to the window's own columns, in place. The past needs no mask."""
     start = 0
     for tile in logits:
         stop = start + tile.shape[-1]

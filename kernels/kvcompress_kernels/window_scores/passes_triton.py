@@ -1,31 +1,32 @@
-"""The three passes of `window_scores` as Triton kernels (`triton.py` launches them).
+"""Three Triton kernels of `window_scores`, which `triton.py` launches.
 
-A softmax row must be complete before its columns can be added up, so K is read twice: an exact
-single pass would have to store the logits, and G * w float32 logits of a column outweigh its key
-(512 bytes against 256 at G 4, w 32, D 128, bf16). Three launches:
+The sum of a softmax row must be known before its columns can be added, so K is read twice. A single
+exact pass would have to store the logits, and the G * w float32 logits of a column are larger than
+its key (512 bytes instead of 256 at G 4, w 32, D 128, bf16). There are three launches:
 
-    partials   top and sum of each row over SPAN columns        [N, splits, Hq * w] each
-    log_sum    those joined: the row's top and log2 of its sum  [N, Hq * w] each
-    columns    logits again, ``A = 2 ** (s - top - log_sum)``, reduced over the window's rows
+    partials   maximum and sum of each row over SPAN columns      [N, splits, Hq * w] each
+    log_sum    maximum and log2 of the sum of each complete row   [N, Hq * w] each
+    columns    ``A = 2 ** (s - maximum - log_sum)`` from new logits, reduced over the window's rows
 
-and a fourth where rows are pooled (`pooled_triton.py`), for which the first two also find what a
-row's ends lose: its sum over the past over that of its pooled row.
+and a fourth with `pooled` (`pooled_triton.py`). For it, the first two launches also compute the
+factor that rescales a pooled row: the sum of the row over the past, divided by that of the pooled
+row.
 
-Top and log2 of the sum stay apart: logits in the thousands would leave their sum, the LSE, an
-error of 3e-4 in float32, and A with it.
+The maximum and the log2 of the sum are stored separately. Their sum, the LSE, would have an error
+of 3e-4 in float32 for logits in the thousands, and so would A.
 
-A program owns one KV head: the w rows of up to HEADS of its query heads are the rows of one
-matrix product, so K comes from memory once per KV head. `columns` has keys on the M side and
-rows on the N side of that product: a tensor core leaves the N side within a thread and its three
-neighbours, so sums over the window cost two shuffles instead of a trip through shared memory.
-Every column goes through the same operations in the same order whatever its position, its page
-and the other layers beside it: equal keys get equal scores, and a layer gets the scores that it
-gets alone. There are no atomics; entropy and shift leave as one partial per program.
+A program handles one KV head. The w rows of up to HEADS of its query heads are the rows of one
+matrix product, so K is read from memory once per KV head. In `columns`, keys are on the M side of
+the product and rows on the N side. A tensor core keeps the N side within four adjacent threads, so
+sums over the window take two shuffles instead of shared memory. Every column uses the same
+operations in the same order whatever its position, its page and the rest of the batch. So equal
+keys get equal scores, and a layer's scores do not depend on the batch. There are no atomics: each
+program writes a partial entropy and shift.
 
 Only the window's own columns and the prompt's last tile need a causal mask or a bound. Loops run
-over unmasked tiles first, then over the EDGE. A NaN in a slot that holds no token can only reach
-its own column, which the EDGE drops by selection; whole pages are masked at most, since a mask
-that cuts a page would cut the 16-byte loads of keys stored transposed.
+over unmasked tiles first, then over the EDGE tiles. A NaN in an unused slot only affects its own
+column, which the EDGE code drops with a select. Masks never split a page, because that would split
+the 16-byte loads of transposed keys.
 """
 
 import triton
@@ -33,8 +34,8 @@ import triton.language as tl
 
 from kvcompress_kernels.float8_triton import widened
 
-# the launcher would compile anew where one of these is 1 or a multiple of 16
 VARIES = ["w", "group", "s_pages"]
+"""Integers that differ by prompt or model. Triton would specialise for 1 and multiples of 16."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -79,7 +80,7 @@ def key_tile(  # type: ignore[no-untyped-def]
             page = tl.load(pages + page, mask=listed, other=0)
         else:
             page = tl.load(pages + page)
-    # int64 before multiplying: page * s_page passes 2**31 in an ordinary cache
+    # Convert to int64 first: page * s_page exceeds 2**31 in an ordinary cache.
     at = page.to(tl.int64) * s_page + slot.to(tl.int64) * s_slot
     at = at[:, None] + (dim.to(tl.int64) * s_dim)[None, :]
     return tl.load(keys + at, mask=live, other=0.0)  # [COLUMNS, PAD]
@@ -91,11 +92,11 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     keys,  # [pages, Hkv, D, block]
     pages,  # [N, W]
     lengths,  # [N]
-    factors,  # [N]: each row's own `factor`; None where all have one
+    factors,  # [N], one `factor` per row, or None
     tops,  # [N, splits, Hq * w]
     sums,  # [N, splits, Hq * w]
-    past_sums,  # the same over the past's columns; None unless rows are pooled
-    pooled_sums,  # the same, each column as often as it counts in a pooled row
+    past_sums,  # [N, splits, Hq * w], sums over the past, or None without `pooled`
+    pooled_sums,  # [N, splits, Hq * w], sums of the pooled rows, times 5
     factor,  # scale / ln 2
     w,
     group,
@@ -111,13 +112,13 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     s_slot,
     DIM: tl.constexpr,
     PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # 0: the only page of each prompt
+    BLOCK: tl.constexpr,  # 0 if each prompt is one page
     HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    # tiles of rows are neighbours in the grid: all but the first find K in the L2 cache
+    # Tiles of rows are adjacent in the grid, so that all except the first read K from L2.
     tiles = tl.cdiv(group, HEADS) * tl.cdiv(w, WINDOW)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     kv = tl.program_id(1).to(tl.int64)
@@ -165,14 +166,14 @@ def partials_kernel(  # type: ignore[no-untyped-def]
             if EDGE:
                 s = tl.where(column[None, :] <= (past + i)[:, None], s, float("-inf"))
             new = tl.maximum(top, tl.max(s, 1) * factor)
-            # a row that has seen nothing yet has no top to subtract
+            # A row that has seen no key has a maximum of -inf, which must not be subtracted.
             less = tl.where(new == float("-inf"), 0.0, new) if EDGE else new
             rise = tl.exp2(top - less)
             seen = tl.exp2(tl.fma(s, factor, -less[:, None]))
             total = total * rise + tl.sum(seen, 1)
             if past_sums is not None:
                 old = (column < past)[None, :]
-                # of its five places a column misses those before the first and behind the last
+                # A column counts five times, less the positions before the first and past the last.
                 places = 5 - tl.maximum(2 - column, 0) - tl.maximum(column + 3 - past, 0)
                 seen = tl.where(old, seen, 0.0) if EDGE else seen
                 past_sum = past_sum * rise + tl.sum(seen, 1)
@@ -197,8 +198,8 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     pooled_sums,
     row_tops,  # [N, Hq * w]
     log_sums,  # [N, Hq * w]
-    shares,  # [N, Hq * w], of the sum of five columns; None unless rows are pooled
-    sinks,  # [N, Hq], over ln 2; None without
+    shares,  # [N, Hq * w], factor on the sum of five columns, or None without `pooled`
+    sinks,  # [N, Hq] divided by ln 2, or None
     lines,
     splits,
     w,
@@ -216,7 +217,7 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     past_sum = tl.zeros([LINES], tl.float32)
     pooled_sum = tl.zeros([LINES], tl.float32)
     if sinks is not None:
-        # one more term of the row's sum, which no column gets
+        # A sink adds a term to the row's sum but has no column.
         top = tl.load(sinks + row * (lines // w) + line // w)
         total += 1.0
     for start in range(0, count, SPLITS):
@@ -237,14 +238,14 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(row_tops + row * lines + line, top, mask=real)
     tl.store(log_sums + row * lines + line, tl.log2(total), mask=real)
     if shares is not None:
-        # both are 0 in a row that attends to nothing of the past, and so are its columns
+        # Both sums are 0 in a row without attention to the past, and so are its columns.
         share = past_sum / tl.maximum(pooled_sum, 1e-37)
         tl.store(shares + row * lines + line, share, mask=real)
 
 
 @triton.jit
 def put(out, line, size, column, values, live, heads_live):  # type: ignore[no-untyped-def]
-    """Store ``[COLUMNS, HEADS]`` at lines of `size`."""
+    """Store ``[COLUMNS, HEADS]`` values in lines of `size` elements."""
     at = (line * size)[None, :] + column[:, None]
     tl.store(out + at, values, mask=live[:, None] & heads_live[None, :])
 
@@ -312,7 +313,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     q = tl.trans(
         window_rows(query, head, i, group, w, s_query_token, s_query_head, s_query_dim, DIM, PAD)
     )  # [PAD, ROWS]
-    # rows that do not exist have A = 2 ** -1e30 = 0, and A * log A = -0 rather than NaN
+    # Rows past the last one get A = 2 ** -1e30 = 0, and A * log A = -0 instead of NaN.
     real = (head < group) & (i < w)
     top = tl.load(row_tops + head * w + i, mask=real, other=1e30)
     log_sum = tl.load(log_sums + head * w + i, mask=real, other=0.0)
@@ -368,7 +369,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
                 if maximum_out is not None:
                     maximum = tl.maximum(maximum, tl.max(a, 2))
                 if variance_out is not None:
-                    # squares about the chunk's mean, then about that of the rows so far (Chan)
+                    # Sum squares about the chunk's mean, then combine with earlier chunks (Chan).
                     seen = chunk * WINDOW
                     rows = tl.minimum(w - seen, WINDOW)
                     mean = part / rows

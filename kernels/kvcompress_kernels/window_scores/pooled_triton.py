@@ -1,14 +1,14 @@
-"""The maximum over the window's rows, each averaged over five neighbouring columns before.
+"""Triton kernel for the maximum over the window's rows after pooling each row over five columns.
 
-The pass that stands beside `columns` where it is asked for. A row's columns lie across the threads
-of a product's result, and those of the next tile in another program: to average them there they
-would pass through shared memory. So a tile is multiplied five times, each time with the keys one
-column on, which come from the caches, and the results are added where they lie, in one order
-wherever a column is: equal neighbourhoods get equal scores. Against the attention of the prefill
-this multiplies ``5 w / S``.
+It runs in addition to `columns_kernel` if `pooled` is set. The columns of a row are spread across
+threads, and the next tile belongs to another program, so averaging them in place would go through
+shared memory. Instead the kernel multiplies each tile five times, each time with the keys shifted
+by one column. These keys come from the caches, and the results add up in registers. Every column
+adds in the same order, so equal keys around a column give equal scores. This costs ``5 w / S`` of
+the prefill's attention.
 
-What a row's ends lose is given back in proportion (`share`, from `partials` and `log_sum`), so
-that nothing of the past is read before.
+A pooled row is rescaled to the sum of the row. The factor (`shares`) comes from `partials_kernel`
+and `log_sum_kernel`, so that no extra pass over K is needed.
 """
 
 import triton
@@ -84,7 +84,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
                 query, head, i, group, w, s_query_token, s_query_head, s_query_dim, DIM, PAD
             )
             q = tl.trans(q)  # [PAD, ROWS]
-            # rows that do not exist have A = 2 ** -1e30 = 0
+            # Rows past the last one get A = 2 ** -1e30 = 0.
             real = (head < group) & (i < w)
             top = tl.load(row_tops + head * w + i, mask=real, other=1e30)
             log_sum = tl.load(log_sums + head * w + i, mask=real, other=0.0)
@@ -93,7 +93,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
             for shift in range(-2, 3):
                 near = column + shift
                 counts = tl.where(old, (near >= 0) & (near < past), shift == 0)
-                # what is read is of the past, or the window's own column
+                # Clamp to the past. A column of the window reads itself.
                 near = tl.where(old, tl.maximum(tl.minimum(near, past - 1), 0), column)
                 k = key_tile(
                     keys, pages, near, tokens, s_page, s_dim, s_slot, DIM, PAD, BLOCK, True

@@ -1,4 +1,4 @@
-"""What the op returns."""
+"""Result type of `window_scores`."""
 
 from typing import NamedTuple
 
@@ -6,30 +6,30 @@ import torch
 
 
 class WindowScores(NamedTuple):
-    """What the last w queries of a prompt think of its past, P = tokens - w columns.
+    """Attention A of a prompt's last w queries, reduced over these w rows.
 
-    Of several rows together every part has a leading axis.
+    The past is the P = tokens - w columns before the window. If a call scores several rows, every
+    field has a leading axis.
     """
 
     total: torch.Tensor
-    """``[Hq, P]`` float32: attention of the w rows summed, ``sum_i A[h, i, j]``."""
+    """``[Hq, P]`` float32: sum of the attention to each past column, ``sum_i A[h, i, j]``."""
     variance: torch.Tensor | None
-    """``[Hq, P]`` float32: sample variance over the w rows (ddof 1), if it was asked for."""
+    """``[Hq, P]`` float32: sample variance over the w rows (ddof 1). None unless requested."""
     entropy: torch.Tensor
     """Scalar float32: ``-sum A log A`` over heads, rows and past columns (CAKE's H)."""
     shift: torch.Tensor
-    """Scalar float32: `variance` summed over heads and columns (CAKE's V); 0 without it."""
+    """Scalar float32: `variance` summed over heads and columns (CAKE's V). 0 without it."""
     recent: torch.Tensor
-    """``[Hq, w]`` float32: attention of the w rows to the window's own columns, summed."""
+    """``[Hq, w]`` float32: sum of the attention to each of the window's own columns."""
     last: torch.Tensor
     """``[Hq, tokens]`` float32: attention of the last row to every key."""
     maximum: torch.Tensor | None = None
-    """``[Hq, tokens]`` float32: the most that any of the w rows attends to each key, if it was
-    asked for: ``max_i A[h, i, j]``. Of the past columns ``max_i`` of the pooled rows, if those
-    were."""
+    """``[Hq, tokens]`` float32: maximum of the attention to each key, ``max_i A[h, i, j]``. None
+    unless requested. With `pooled`, past columns take the maximum over the pooled rows."""
 
     def row(self, index: int) -> "WindowScores":
-        """One of several rows."""
+        """Return the scores of one row of a call that scored several."""
         variance, maximum = self.variance, self.maximum
         return WindowScores(
             total=self.total[index],

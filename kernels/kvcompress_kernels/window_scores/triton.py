@@ -1,4 +1,4 @@
-"""Launches the passes of `window_scores`, for several layers of a prompt at once."""
+"""Launch the Triton passes of `window_scores` for N rows."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kvcompress_kernels.window_scores.pooled_triton import pooled_kernel
 from kvcompress_kernels.window_scores.result import WindowScores
 
 SPAN = 1024
-"""AttentionStats of a program. Fixed, so that a layer's scores do not depend on those beside it."""
+"""Columns per program. It is fixed, so that a layer's scores do not depend on the batch."""
 LOG_SUM = {"SPAN": SPAN, "LINES": 32, "SPLITS": 64}
 
 
@@ -35,14 +35,14 @@ def run_rows(
     pooled: bool,
     sinks: torch.Tensor | None = None,
 ) -> WindowScores:
-    """Three launches, four where rows are pooled, whatever the number of rows."""
+    """Score N rows with three launches, or four with `pooled`."""
     name, (rows, w, heads, dim) = "window_scores", query.shape
     block = key_pages.shape[3]
     pages = pages.contiguous()
     require(query.dtype in FLOATS, name, f"queries must be one of {list(FLOATS)}", query.dtype)
     check_cache(name, key_pages)
 
-    # The kernels take the top of the logits before they scale, so the scale must be positive.
+    # The kernels take the maximum of the logits before scaling, so the scale must be positive.
     factor, factors = 1.0, None
     if isinstance(scale, torch.Tensor):
         factors = scale / math.log(2)
@@ -51,7 +51,7 @@ def run_rows(
         factor /= math.log(2)
     ragged = lengths is not None
     if lengths is None:
-        # filled on the device: copying from the host would wait for it
+        # Fill on the device, because a copy from the host would sync.
         lengths = torch.full((rows,), tokens, dtype=torch.int32, device=query.device)
     given = _Given(
         tensors=(query, key_pages, pages, lengths.contiguous(), factors),
@@ -85,12 +85,12 @@ class _Given(NamedTuple):
     """Arguments that the kernels share.
 
     Args:
-        tensors: query, key pages, pages, lengths, and a factor for each row or None.
-        numbers: the factor of all rows, w, and the query heads of a KV head.
-        strides: of the query, the pages and the key pages.
-        layout: tokens of a page; 0 where each row is in one page.
-        splits: spans of columns.
-        dim: of a head.
+        tensors: query, key pages, pages, lengths, and one factor per row or None.
+        numbers: factor of all rows, w, and query heads per KV head.
+        strides: strides of the query, the pages and the key pages.
+        layout: tokens per page, or 0 if each row is one page.
+        splits: number of spans of `SPAN` columns.
+        dim: head dimension.
         itemsize: bytes of the wider of queries and keys.
     """
 
@@ -104,25 +104,25 @@ class _Given(NamedTuple):
 
     @property
     def model(self) -> tuple[int, int, int, int]:
-        """What the configuration of a kernel depends on."""
+        """Sizes that determine a kernel's configuration: w, group, head dim and itemsize."""
         _, w, group = self.numbers
         return w, group, self.dim, self.itemsize
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Rows, KV heads and query heads."""
+        """Numbers of rows, KV heads and query heads."""
         query, keys = self.tensors[:2]
         assert query is not None
         assert keys is not None
         return query.shape[0], keys.shape[1], query.shape[2]
 
     def tiles(self, heads: int) -> int:
-        """Tiles of `heads` query heads in a group."""
+        """Return the number of tiles of `heads` query heads in a group."""
         tiles: int = triton.cdiv(self.numbers[2], heads)
         return tiles
 
     def grid(self, heads: int, times: int = 1) -> tuple[int, int, int]:
-        """Programs: tiles of `heads` query heads in every span, KV heads, rows."""
+        """Return the grid: tiles of `heads` query heads for every span, KV heads, rows."""
         rows, kv_heads, _ = self.sizes
         return self.tiles(heads) * times * self.splits, kv_heads, rows
 
@@ -135,7 +135,7 @@ class _Given(NamedTuple):
 def _log_sums(
     given: _Given, pooled: bool, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Each line's top and log of its sum, and the factor on a pooled one: ``[rows, Hq * w]``."""
+    """Return each line's maximum, log2 of its sum and pooling factor, ``[rows, Hq * w]`` each."""
     (rows, _, heads), (_, w, _), splits = given.sizes, given.numbers, given.splits
     lines = heads * w
     tops, sums = given.new(2, rows, splits, lines)
@@ -183,11 +183,11 @@ def _columns(
     maximum: bool,
     pooled: bool,
 ) -> WindowScores:
-    """All that is reduced from the columns; the past of a pooled maximum is still to be written."""
+    """Return the scores, except that a pooled maximum is left unwritten."""
     (rows, kv_heads, heads), (_, w, _) = given.sizes, given.numbers
 
     def result(*shape: int) -> torch.Tensor:
-        # Programs write nothing behind a row's length.
+        # Programs write nothing past a row's length.
         return given.new(*shape).zero_() if ragged else given.new(*shape)
 
     sm = architecture(sums[0].device)
@@ -195,18 +195,18 @@ def _columns(
     parts = kv_heads * given.tiles(shapes["HEADS"]) * given.splits
     total, recent = result(rows, heads, tokens - w), given.new(rows, heads, w)
     last = result(rows, heads, tokens)
-    spread = result(rows, heads, tokens - w) if variance else None
+    variances = result(rows, heads, tokens - w) if variance else None
     entropies = result(rows, parts)
     shifts = result(rows, parts) if variance else None
-    most = result(rows, heads, tokens) if maximum else None
+    highest = result(rows, heads, tokens) if maximum else None
     columns_kernel[given.grid(shapes["HEADS"])](
         *given.tensors,
         *sums,
         total,
-        spread,
+        variances,
         recent,
         last,
-        None if pooled else most,
+        None if pooled else highest,
         entropies,
         shifts,
         *given.numbers,
@@ -219,22 +219,22 @@ def _columns(
     shift = torch.zeros_like(entropy)
     if shifts is not None:
         shift = shifts.sum(1, dtype=torch.float64).float()
-    return WindowScores(total, spread, entropy, shift, recent, last, most)
+    return WindowScores(total, variances, entropy, shift, recent, last, highest)
 
 
 def _shapes(
-    w: int, group: int, dim: int, itemsize: int, least: int, max_rows: int
+    w: int, group: int, dim: int, itemsize: int, min_rows: int, max_rows: int
 ) -> dict[str, int]:
-    """The configuration of a program of `least` to `max_rows` rows, launch options included.
+    """Return the configuration and launch options of a program of `min_rows` to `max_rows` rows.
 
-    A tile is 64 keys and at most 128 rows: 16 KiB of K in flight and 64 registers a thread of
-    logits with 4 warps at D 128, bf16. Float32 is multiplied without tensor cores, out of
-    registers, and gets a quarter of the rows.
+    A tile is 64 keys and at most 128 rows. In bf16 at D 128 with 4 warps, 16 KiB of K are in flight
+    and the logits take 64 registers per thread. Float32 is multiplied without tensor cores, from
+    registers, and gets at most 32 rows.
     """
     max_rows = 32 if itemsize == 4 else max_rows
     window = min(triton.next_power_of_2(w), max_rows)
     heads = min(triton.next_power_of_2(group), max_rows // window)
-    heads = max(heads, min(least, max_rows) // window)
+    heads = max(heads, min(min_rows, max_rows) // window)
     pad = max(16, triton.next_power_of_2(dim))
     return {
         "DIM": dim,
@@ -249,46 +249,56 @@ def _shapes(
 
 
 def _partials_shapes(w: int, group: int, dim: int, itemsize: int, pooled: bool) -> dict[str, int]:
-    """64 rows are the fewest that Hopper's tensor cores take, with K straight from shared memory;
-    with fewer, K would pass through registers, and narrow loads where it is stored transposed.
-    With what rows are pooled by, Hopper's would spill at 128 rows and D 256."""
+    """Return the configuration of `partials_kernel`.
+
+    Hopper's tensor cores need at least 64 rows to read K directly from shared memory. With fewer,
+    K would go through registers, with narrow loads if it is stored transposed. With `pooled` and
+    4 warps, Hopper would spill at 128 rows and D 256.
+    """
     shapes = _shapes(w, group, dim, itemsize, 64, 128)
-    many = pooled and shapes["HEADS"] * shapes["WINDOW"] == 128
-    return {**shapes, "num_warps": 8 if many else 4}
+    wide = pooled and shapes["HEADS"] * shapes["WINDOW"] == 128
+    return {**shapes, "num_warps": 8 if wide else 4}
 
 
 def _log_sum_warps(pooled: bool) -> int:
-    """Three sums are joined where rows are pooled, and one elsewhere."""
+    """Return the warps of `log_sum_kernel`. It joins three sums with `pooled`, else one."""
     return 8 if pooled else 4
 
 
 def _columns_shapes(
     w: int, group: int, dim: int, itemsize: int, sm: int, variance: bool, maximum: bool
 ) -> dict[str, int]:
-    """16 rows are the fewest of `tl.dot`. The most need 8 warps: several maps of a tile are alive.
-    Blackwell's logits, which come from its tensor memory, would spill at 128 rows, and Ampere's
-    without the variance, with 8 warps and the maximum even at 64."""
+    """Return the configuration of `columns_kernel`.
+
+    `tl.dot` needs at least 16 rows. The maximum number of rows needs 8 warps, because several
+    ``[rows, columns]`` tiles are live. At 128 rows Blackwell, whose logits come from tensor memory,
+    would spill, and so would Ampere without the variance. With the maximum and 8 warps Ampere would
+    even spill at 64 rows.
+    """
     max_rows = 64 if sm >= 100 or (sm < 90 and not variance) else 128
     shapes = _shapes(w, group, dim, itemsize, 16, max_rows)
-    many = shapes["HEADS"] * shapes["WINDOW"] == max_rows
-    many |= sm >= 100 and w == 1
-    many &= sm >= 90 or variance or not maximum
-    return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
+    wide = shapes["HEADS"] * shapes["WINDOW"] == max_rows
+    wide |= sm >= 100 and w == 1
+    wide &= sm >= 90 or variance or not maximum
+    return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if wide else 4}
 
 
 def _pooled_shapes(w: int, group: int, dim: int, itemsize: int, sm: int) -> dict[str, int]:
-    """Two maps of a tile are alive throughout: 64 rows, where 8 warps hold them without spills,
-    and on Ampere at D 64 only 4 do."""
+    """Return the configuration of `pooled_kernel`.
+
+    Two ``[rows, columns]`` tiles stay live. 8 warps hold 64 rows without spills, except on Ampere
+    at D 64, where only 4 warps do.
+    """
     shapes = _shapes(w, group, dim, itemsize, 16, 64)
-    many = shapes["HEADS"] * shapes["WINDOW"] == 64 and (sm >= 90 or dim > 64)
-    return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if many else 4}
+    wide = shapes["HEADS"] * shapes["WINDOW"] == 64 and (sm >= 90 or dim > 64)
+    return {**shapes, "CHUNKS": triton.cdiv(w, shapes["WINDOW"]), "num_warps": 8 if wide else 4}
 
 
 def builds(sm: int) -> list[Build]:
-    """bf16 queries, 8 KV heads in groups of 4, block 16; keys of bf16 or, a few, of float8.
+    """Return builds for 4 query heads per KV head and blocks of 16, in bf16 and partly in float8.
 
-    Keys lie as every CUDA backend of vLLM has them, a token's dims side by side: only the CPU's
-    stores them transposed, where no kernel runs.
+    Head dims of a key are contiguous, as in every CUDA backend of vLLM. Only the CPU backend stores
+    keys transposed, and no Triton kernel runs there.
     """
     plain = {**dict.fromkeys(("tops", "sums", "row_tops", "log_sums"), "*fp32"), "lengths": "*i32"}
     pooled = dict.fromkeys(("past_sums", "pooled_sums", "shares"), "*fp32")
@@ -311,7 +321,7 @@ def builds(sm: int) -> list[Build]:
     ]
     for dtype, of in float8(sm).items():
         all_builds += _builds(128, 32, of, sm)
-        if dtype == torch.float8_e4m3fn:  # whose layers may each have a scale
+        if dtype == torch.float8_e4m3fn:  # Layers may have different scales.
             all_builds += _builds(128, 32, of, sm, scaled=True)
     for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 16, 64, 128))]:
         all_builds += _builds(dim, w, "*bf16", sm)
@@ -353,19 +363,19 @@ def _builds(dim: int, w: int, of: str, sm: int, *, scaled: bool = False) -> list
         made = [name in pointers for name in ("variance_out", "maximum_out")]
         absent = dict.fromkeys(optional - set(pointers))
         config = {**_columns_shapes(w, 4, dim, 2, sm, *made), **absent}
-        asked = ("row_tops", "log_sums", *outputs, *pointers)
-        return build(columns_kernel, part, asked, "size", config)
+        arguments = ("row_tops", "log_sums", *outputs, *pointers)
+        return build(columns_kernel, part, arguments, "size", config)
 
     pooled = ("row_tops", "log_sums", "shares", "maximum_out")
-    every = [
+    all_builds = [
         partials("partials"),
         partials("partials pooled", "past_sums", "pooled_sums"),
-        # Scorers ask for a maximum or not, CAKE for a variance beside it.
+        # Scorers may request a maximum, and CAKE also requests a variance.
         columns("plain"),
         columns("maximum", "maximum_out"),
         columns("all", "variance_out", "shifts"),
         build(pooled_kernel, "pooled", pooled, "size", _pooled_shapes(w, 4, dim, 2, sm)),
     ]
-    if w > 1:  # of one row there is no variance
-        every.append(columns("all maximum", "variance_out", "shifts", "maximum_out"))
-    return every
+    if w > 1:  # The variance needs two rows.
+        all_builds.append(columns("all maximum", "variance_out", "shifts", "maximum_out"))
+    return all_builds
