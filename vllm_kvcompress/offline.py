@@ -237,7 +237,7 @@ def _collect(
                 plan.tokens,
                 kept[None],
                 torch.full((1,), count, dtype=torch.int32, device=kept.device),
-                least=count,
+                min_kept=count,
                 values_only=method.values_only,
             )
             k, v = merged.keys[0].to(keys.dtype), merged.values[0].to(values.dtype)
