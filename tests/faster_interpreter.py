@@ -1,8 +1,9 @@
-"""Triton's interpreter with a memory: what it works out again at each operation it works out once.
+"""Caches that make Triton's interpreter faster without changing its results.
 
-Most of its time goes into types, not into numbers: of every result it builds the type of the
-block, checks the shape and makes constants of it, for each of its three forms of a type. Types
-never change once they are made, so equal ones are one here, and bear what was worked out of them.
+The interpreter spends most of its time on types. For every result it builds the type of the block,
+checks the shape and converts its sizes to constants, for each of its three representations of a
+type. Types are immutable, so these patches share one object between equal types and cache derived
+values on it.
 """
 
 import functools
@@ -16,30 +17,33 @@ import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-WORKED_OUT_BY_BUILTIN = core.load.__code__
+BUILTIN_WRAPPER = core.load.__code__
+"""Code object of the wrapper that `core.builtin` puts around every function of the language."""
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 @functools.cache
-def remember() -> None:
-    """Let the interpreter of this process remember. The language stays what it makes of it."""
+def install_caches() -> None:
+    """Install the caches. The interpreter's patches of `triton.language` stay installed, too."""
     _patch_language_once()
-    _look_at_kernels_once()
-    _remember_blocks()
-    _remember_of_types()
-    _compare_at_once()
-    _leave_what_fits()
-    _check_overflow_at_once()
+    _cache_signatures()
+    _cache_block_types()
+    _cache_type_conversions()
+    _compare_by_identity_first()
+    _skip_needless_conversions()
+    _check_overflow_with_numpy()
 
 
 def _patch_language_once() -> None:
-    """For every launch, and every call of another jitted function, it looks through all of
-    `triton.language` for what it has to replace, and takes it back again.
+    """Patch `triton.language` once.
+
+    The interpreter searches all of it for functions to replace, and restores them, for every launch
+    and every call of another jitted function.
     """
 
     def patch(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        # its replacement calls triton's check that there is the argument which it adds
-        if member.__code__ is WORKED_OUT_BY_BUILTIN:
+        # Skip the wrapper, which only checks for the argument that `builtin` adds below.
+        if member.__code__ is BUILTIN_WRAPPER:
             member = member.__wrapped__
 
         def builtin(*args: Any, **kwargs: Any) -> Any:
@@ -53,8 +57,8 @@ def _patch_language_once() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
-def _look_at_kernels_once() -> None:
-    """What a kernel's arguments are called is asked at each launch, three times."""
+def _cache_signatures() -> None:
+    """Cache the signatures of kernels, which the interpreter inspects three times per launch."""
     signature = functools.cache(inspect.signature)
 
     def callargs(kernel: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -62,19 +66,22 @@ def _look_at_kernels_once() -> None:
         bound.apply_defaults()
         return bound.arguments
 
-    own = {"getfullargspec": functools.cache(inspect.getfullargspec), "getcallargs": callargs}
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), **own})
+    replacements = {
+        "getfullargspec": functools.cache(inspect.getfullargspec),
+        "getcallargs": callargs,
+    }
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), **replacements})
 
 
-def _remember_blocks() -> None:
-    """One type for all blocks of an element and a shape."""
+def _cache_block_types() -> None:
+    """Share one type object between all blocks of the same element type and shape."""
     known: dict[Any, core.block_type] = {}
     begin = core.block_type.__init__
 
     def create(cls: type, element_ty: core.dtype, shape: Any) -> Any:
         sizes = tuple(each.value if isinstance(each, core.constexpr) else each for each in shape)
         if {*map(type, sizes)} != {int}:
-            return object.__new__(cls)  # which begins with an error
+            return object.__new__(cls)  # `begin` raises the error.
         key = element_ty.name, getattr(element_ty, "address_space", None), sizes
         if key not in known:
             block = object.__new__(cls)
@@ -90,8 +97,8 @@ def _remember_blocks() -> None:
     core.block_type.__init__ = begin_once
 
 
-def _remember_of_types() -> None:
-    """Of each type: its form in numpy, its form in the builder, and what its tensors have."""
+def _cache_type_conversions() -> None:
+    """Cache each type's numpy dtype, its builder type, and its tensors' shape, size and dtype."""
     numpy_of = interpreter._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
@@ -128,16 +135,16 @@ def _once(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return remembered
 
 
-def _compare_at_once() -> None:
-    """What is the same is equal, and integers need no unwrapping."""
+def _compare_by_identity_first() -> None:
+    """Compare types by identity before by value, and compare lists of integers directly."""
 
-    def at_once(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def identity_first(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return lambda self, other: self is other or equal(self, other)
 
     for cls in (core.dtype, core.pointer_type, core.block_type):
-        hashed = cls.__hash__
-        cls.__eq__ = at_once(cls.__eq__)
-        cls.__hash__ = hashed
+        hash_method = cls.__hash__
+        cls.__eq__ = identity_first(cls.__eq__)
+        cls.__hash__ = hash_method
 
     equal = core.tuple.__eq__
 
@@ -150,8 +157,8 @@ def _compare_at_once() -> None:
     core.tuple.__eq__ = equal_tuples
 
 
-def _leave_what_fits() -> None:
-    """Operands of one type are not cast, and those of one shape not broadcast."""
+def _skip_needless_conversions() -> None:
+    """Skip casts to the same type and broadcasts to the same shape."""
     operations = semantic.TritonSemantic
     cast, broadcast = operations.cast, operations.broadcast_impl_value
     promote = operations.computation_type_impl
@@ -180,10 +187,10 @@ def _leave_what_fits() -> None:
     operations.computation_type_impl = promote_once
 
 
-def _check_overflow_at_once() -> None:
-    """Sums of integers are checked with numpy, and what overflows raises.
+def _check_overflow_with_numpy() -> None:
+    """Check integer arithmetic for overflow with numpy, and raise `OverflowError`.
 
-    Triton's own check makes tensors of its steps, and throws away what it found.
+    Triton's own check creates tensors for its steps and ignores the result.
     """
 
     def check(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:

@@ -1,8 +1,8 @@
-"""Triton's interpreter, mended where it differs from the compiled kernels.
+"""Fixes for Triton's interpreter where it differs from the compiled kernels.
 
-It multiplies the bit patterns of bfloat16 operands of `tl.dot`, makes numbers of float8's NaN and
-infinity, loses what is subnormal in float8_e5m2 on the way to float16, and makes integers of what a
-comparison of scalars says where blocks are masked by it.
+Without them, the interpreter multiplies the bit patterns of bfloat16 operands in `tl.dot`, converts
+NaN and infinity of float8 to finite numbers, flushes subnormal float8_e5m2 to zero when it converts
+to float16, and turns the result of a scalar comparison into an integer if it masks a block.
 """
 
 import functools
@@ -18,8 +18,8 @@ BITS = {2: torch.uint16, 4: torch.uint32}
 
 
 @functools.cache
-def mend() -> None:
-    """Let `tl.dot` widen bfloat16 operands, float8 keep its values, and masks stay masks."""
+def install_fixes() -> None:
+    """Patch `tl.dot` for bfloat16, conversions from float8, and masks from scalars."""
     builder = interpreter.InterpreterBuilder
     dot, convert = builder.create_dot, interpreter._convert_float
     splat = builder.create_splat
@@ -27,8 +27,8 @@ def mend() -> None:
     def from_float8(data, source, target, rounding):
         if source not in FLOAT8:
             return convert(data, source, target, rounding)
-        every = torch.arange(256, dtype=torch.uint8).view(FLOAT8[source]).to(WIDER[target])
-        return every.view(BITS[every.itemsize]).numpy()[data.view(np.uint8)]
+        table = torch.arange(256, dtype=torch.uint8).view(FLOAT8[source]).to(WIDER[target])
+        return table.view(BITS[table.itemsize]).numpy()[data.view(np.uint8)]
 
     def widened(handle):
         if handle.dtype.scalar != tl.bfloat16:

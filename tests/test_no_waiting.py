@@ -1,4 +1,4 @@
-"""How much each layer keeps is never known to the host: to ask a GPU would stop the step."""
+"""Methods choose pages and positions without syncing: the host never reads how much is kept."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def on_device(*shape, dtype=torch.float32):
 
 
 def observed(method, past):
-    """What the layers' attention leaves behind, as `Method.observe` gives it."""
+    """Return empty layer observations with the fields that `Method.observe` returns."""
     stats = {}
     if Reads.VARIANCE in method.allocator.reads:
         stats = {"entropy": on_device(), "shift": on_device()}
@@ -44,50 +44,50 @@ def observed(method, past):
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("tokens", [201, 1000])
-def test_pages_and_positions(name, tokens):
-    """The ops run their references, which ask for nothing either."""
+def test_pages_and_positions_need_no_sync(name, tokens):
+    """On meta tensors the ops run their CPU code, which must not read values either."""
     settings = CompressionConfig.parse({**SETTINGS[name], "budget": 0.4})
-    method, plan = method_of(settings), page_plan(settings.prompt(LAYERS, tokens), 16)
-    seen = observed(method, plan.prompt.past)
+    method, plan = method_of(settings), page_plan(settings.budget_spec(LAYERS, tokens), 16)
+    seen = observed(method, plan.budget_spec.past)
     if method.allocator.reads:
         with nothing_uploaded_or_read():
             pages = method.layer_pages(plan, seen)
         assert pages.device.type == "meta"
-    else:  # lengths alone decide
+    else:  # The page counts depend only on lengths.
         assert method.layer_pages(plan, seen).device.type == "cpu"
         pages = on_device(LAYERS, dtype=torch.int64)
     assert (pages.shape, pages.dtype) == ((LAYERS,), torch.int64)
     with nothing_uploaded_or_read():
         kept = method.select(seen, plan, pages)
-        most = plan.most_pages * plan.block_size + plan.tail
-        assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, most), torch.int32)
+        max_kept = plan.max_layer_pages * plan.block_size + plan.tail
+        assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, max_kept), torch.int32)
         assert method.protected_scores(seen, plan, pages).shape == (LAYERS, KV_HEADS, tokens)
 
 
 @pytest.mark.parametrize("scorer", [KeyDiff(), LagKV(lag=32)])
-def test_scores_of_keys_and_values(scorer):
-    where = {"pages": on_device(13, dtype=torch.int64), "tokens": 200}
-    shown = AttentionStats(
+def test_key_and_value_scores_need_no_sync(scorer):
+    prompt = {"pages": on_device(13, dtype=torch.int64), "tokens": 200}
+    stats = AttentionStats(
         num_kv_heads=KV_HEADS,
         past=168,
         device=torch.device("meta"),
-        keys=PagedKeys(key_pages=on_device(20, KV_HEADS, 8, 16), **where),
-        values=PagedValues(value_pages=on_device(20, KV_HEADS, 16, 8), **where),
+        keys=PagedKeys(key_pages=on_device(20, KV_HEADS, 8, 16), **prompt),
+        values=PagedValues(value_pages=on_device(20, KV_HEADS, 16, 8), **prompt),
     )
     with nothing_uploaded_or_read():
-        scores = scorer.score(shown)
+        scores = scorer.score(stats)
     assert (scores.shape, scores.dtype) == ((KV_HEADS, 168), torch.float32)
 
 
-def test_integer_budgets():
+def test_integer_budgets_need_no_sync():
     weights, caps = on_device(3, LAYERS), on_device(3, LAYERS, dtype=torch.int64)
     plan = page_plan(BudgetSpec(num_layers=LAYERS, tokens=300, window=8, budget=100), 16)
     with nothing_uploaded_or_read():
         for total in (100, on_device(dtype=torch.int64)):
-            given = apportion(weights, total, caps, 8)
-            assert (given.shape, given.dtype) == (caps.shape, torch.int64)
-        assert round_to_pages(given[0], plan).shape == (LAYERS,)
+            budgets = apportion(weights, total, caps, 8)
+            assert (budgets.shape, budgets.dtype) == (caps.shape, torch.int64)
+        assert round_to_pages(budgets[0], plan).shape == (LAYERS,)
 
 
-def test_no_kernel_was_needed():
+def test_meta_tensors_do_not_run_triton():
     assert not contract.triton_takes(on_device(1))

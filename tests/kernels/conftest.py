@@ -1,12 +1,12 @@
-"""Where these tests run the ops.
+"""Run the kernel tests on a GPU, in Triton's interpreter or on the CPU.
 
-* On a GPU where there is one: tests marked `gpu` build their tensors on the CPU, the op gets copies
-  of them on the GPU, with the same strides and overlaps, and what it wrote or returned comes back.
-  ``-m gpu`` runs these tests alone; without a GPU it skips them with one sentence.
-* With ``TRITON_INTERPRET=1`` in Triton's interpreter, on the CPU tensors themselves.
-* Otherwise the CPU forms run.
+* With a GPU, tests marked `gpu` build their tensors on the CPU. The fixtures copy them to the GPU
+  with the same strides and overlaps, call the op, and copy its outputs back. ``-m gpu`` runs
+  only these tests, and skips them without a GPU.
+* With ``TRITON_INTERPRET=1``, the Triton kernels run in Triton's interpreter on the CPU tensors.
+* Otherwise the ops run their CPU code.
 
-Where kernels run, memory that they get fresh is filled with NaN, or the largest integer, before.
+Memory that a Triton kernel's op allocates is filled with NaN, or with the largest integer.
 """
 
 import inspect
@@ -35,12 +35,12 @@ if INTERPRETED:
     import faster_interpreter
     import interpreter
 
-    interpreter.mend()
-    faster_interpreter.remember()
+    interpreter.install_fixes()
+    faster_interpreter.install_caches()
 
 
 def ops() -> set[Callable[..., Any]]:
-    """The public ops: functions that an op's package defines."""
+    """Return the public ops: the public functions that an op's package defines."""
     packages = (m.name for m in iter_modules(kvcompress_kernels.__path__) if m.ispkg)
     modules = [import_module(f"kvcompress_kernels.{name}") for name in packages]
     return {
@@ -52,14 +52,14 @@ def ops() -> set[Callable[..., Any]]:
 
 
 class Copies:
-    """A test's CPU tensors on another device: tensors of one storage share a copy of it."""
+    """Copies of CPU tensors on another device. Tensors that share a storage share its copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def of(self, x: Any) -> Any:
-        """`x` there; what is no CPU tensor is left as it is."""
+        """Return a CPU tensor's copy on the device, and any other argument unchanged."""
         if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
             return x
         original = x.untyped_storage()
@@ -77,24 +77,24 @@ class Copies:
             original.copy_(copy)
 
 
-def carried(op: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """`op` on copies of its CPU tensors on `device`; all that it wrote is seen in the tensors."""
+def run_on_device(op: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Wrap `op` to run on copies of its CPU tensors on `device`, and copy all writes back."""
 
     @wraps(op)
     def run(*args: Any, **kwargs: Any) -> Any:
         copies = Copies(device)
-        there = tree_map(copies.of, (args, kwargs))
-        result = op(*there[0], **there[1])
+        device_args, device_kwargs = tree_map(copies.of, (args, kwargs))
+        result = op(*device_args, **device_kwargs)
         copies.write_back()
-        if not copies._copies:  # the test's own tensors are there already
+        if not copies._copies:  # The test's tensors are on the device already.
             return result
         return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, result)
 
     return run
 
 
-def in_poisoned_memory(op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op`, whose fresh memory is filled: PyTorch does so while it is to be deterministic."""
+def with_poisoned_memory(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `op` so that PyTorch fills the memory it allocates, as in deterministic mode."""
 
     @wraps(op)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,13 +111,13 @@ def in_poisoned_memory(op: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the ops of tests marked `gpu` run."""
+    """Return the device on which the ops of tests marked `gpu` run."""
     return torch.device("cuda" if ON_GPU else "cpu")
 
 
 @pytest.fixture(scope="session")
 def gpu(device: torch.device) -> torch.device:
-    """For tests of what no CPU has."""
+    """Return the GPU, or skip the test without one."""
     if device.type != "cuda":
         pytest.skip(NO_GPU)
     return device
@@ -125,15 +125,15 @@ def gpu(device: torch.device) -> torch.device:
 
 @pytest.fixture(scope="session")
 def triton_runs() -> None:
-    """For tests of what the kernels alone do, through the public op."""
+    """Skip the test unless public ops run their Triton kernels."""
     if not KERNELS_RUN:
-        pytest.skip("Triton takes no CPU tensors")
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1")
 
 
 @pytest.fixture(scope="session")
-def carry() -> Callable[..., Any]:
-    """`carried`, for the test of it."""
-    return carried
+def device_runner() -> Callable[..., Any]:
+    """Return `run_on_device`, for its own test."""
+    return run_on_device
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def _triton_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _ops_run_there(
+def _run_ops_on_device(
     request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not KERNELS_RUN or request.node.get_closest_marker("gpu") is None:
@@ -151,8 +151,8 @@ def _ops_run_there(
     public = ops()
     for name, x in list(vars(request.module).items()):
         if inspect.isfunction(x) and x in public:
-            there = carried(x, device) if ON_GPU else x
-            monkeypatch.setattr(request.module, name, in_poisoned_memory(there))
+            op = run_on_device(x, device) if ON_GPU else x
+            monkeypatch.setattr(request.module, name, with_poisoned_memory(op))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -161,4 +161,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not ON_GPU and re.search(r"(?<!not )\bgpu\b", item.config.getoption("markexpr") or ""):
         pytest.skip(NO_GPU)
     if KERNELS_RUN and item.get_closest_marker("cpu"):
-        pytest.skip("about the CPU form's own tiles or temporaries")
+        pytest.skip("tests the tiles or temporaries of the CPU code")

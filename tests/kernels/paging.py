@@ -1,22 +1,25 @@
-"""Prompts in pages, as kernels get them; and how much memory an op took."""
+"""Paged test caches in random page order, and a measure of an op's memory."""
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def shuffled(tokens: int, block: int, *, seed: int, spare: int) -> tuple[torch.Tensor, int]:
-    """A prompt's pages in random order, and how many pages there are with the unused ones."""
+def shuffled_pages(tokens: int, block: int, *, seed: int, spare: int) -> tuple[torch.Tensor, int]:
+    """Return a prompt's pages in random order, and the number of pages including `spare` ones."""
     count = -(-tokens // block)
     order = np.random.RandomState(seed).permutation(count + spare)
     return torch.from_numpy(order[:count].copy()), count + spare
 
 
 def paged_keys(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Keys ``[Hkv, S, D]`` in pages, NaN in all that must not be read: (key_pages, pages)."""
+    """Store keys ``[Hkv, S, D]`` in pages, and return (key_pages, pages).
+
+    Unused slots and pages hold NaN. `interleave` stores each token's key next to its value.
+    """
     heads, tokens, dim = k.shape
-    pages, count = shuffled(tokens, block, seed=seed, spare=spare)
-    if interleave:  # [N, block, Hkv, 2 * D]: the keys of one token lie beside its values
+    pages, count = shuffled_pages(tokens, block, seed=seed, spare=spare)
+    if interleave:  # [N, block, Hkv, 2 * D]
         store = torch.full((count, block, heads, 2 * dim), torch.nan, dtype=dtype)
         view = store[..., :dim].permute(0, 2, 3, 1)
     else:
@@ -27,10 +30,13 @@ def paged_keys(k, block, *, seed=0, spare=3, dtype=torch.float32, interleave=Fal
 
 
 def paged_values(v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=False):
-    """Values ``[Hkv, S, D]`` in pages, NaN in all that must not be read: (value_pages, pages)."""
+    """Store values ``[Hkv, S, D]`` in pages, and return (value_pages, pages).
+
+    Unused slots and pages hold NaN. `interleave` stores each token's value next to its key.
+    """
     heads, tokens, dim = v.shape
-    pages, count = shuffled(tokens, block, seed=seed, spare=spare)
-    if interleave:  # the values of one token lie beside its keys
+    pages, count = shuffled_pages(tokens, block, seed=seed, spare=spare)
+    if interleave:
         store = torch.full((count, block, heads, 2 * dim), torch.nan, dtype=dtype)
         view = store[..., dim:].transpose(1, 2)
     else:
@@ -40,8 +46,8 @@ def paged_values(v, block, *, seed=0, spare=3, dtype=torch.float32, interleave=F
     return view, pages
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest storage any operator returned."""
+class LargestStorage(TorchDispatchMode):
+    """Record the bytes of the largest storage that any operator returned."""
 
     size = 0
 

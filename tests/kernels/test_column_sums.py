@@ -8,29 +8,29 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels.column_sums import column_sums, reference
 from kvcompress_kernels.column_sums import cpu as column_sums_cpu
-from paging import Largest, paged_keys
+from paging import LargestStorage, paged_keys
 
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def random(heads, kv_heads, tokens, count, dim, *, seed=0, q_scale=1.0, dtype=torch.float32):
-    """Query ``[Hq, T, d]`` and keys ``[Hkv, S, d]``."""
+    """Return a random query ``[Hq, T, d]`` and keys ``[Hkv, S, d]``."""
     rng = np.random.RandomState(seed)
     q = torch.from_numpy(q_scale * rng.standard_normal((heads, count, dim))).to(dtype)
     return q, torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
 
 
-def compare(q, k, block, *, tolerance=close, **how):
+def compare(q, k, block, *, tolerance=TOLERANCE, **kwargs):
     scale = q.shape[-1] ** -0.5
-    view, pages = paged_keys(k, block, dtype=k.dtype, **how)
-    asked = q.transpose(0, 1), view, pages, k.shape[1], scale
-    got = column_sums(*asked)
+    view, pages = paged_keys(k, block, dtype=k.dtype, **kwargs)
+    arguments = q.transpose(0, 1), view, pages, k.shape[1], scale
+    got = column_sums(*arguments)
     assert got.shape == (len(q), k.shape[1])
-    torch.testing.assert_close(got, reference.run(*asked), **tolerance)
+    torch.testing.assert_close(got, reference.run(*arguments), **tolerance)
     return got
 
 
@@ -44,15 +44,15 @@ def compare(q, k, block, *, tolerance=close, **how):
         *((0, 1, 1, 1, 4, block) for block in (1, 7)),
     ],
 )
-def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, block):
+def test_shapes_in_docs_match_the_reference(seed, heads, kv_heads, tokens, dim, block):
     q, k = random(heads, kv_heads, tokens, tokens, dim, seed=seed, q_scale=1.5)
     compare(q, k, tokens if block == "S" else block)
 
 
 @pytest.mark.parametrize("tokens", [31, 32, 33, 64, 65, 96, 97])
 @pytest.mark.parametrize("count", [1, 2, 30, 31])
-def test_last_chunks(tokens, count):
-    """Lengths about a block of rows, chunks that begin at even and odd positions."""
+def test_last_chunk_matches_the_reference(tokens, count):
+    """Test lengths around a block of rows, and chunks that start at even and odd positions."""
     compare(*random(4, 2, tokens, count, 8, seed=tokens), 16)
 
 
@@ -85,7 +85,7 @@ def test_any_shape(heads, tokens, block, q_scale, seed, data):
 
 @pytest.mark.parametrize(
     "chunk", [pytest.param(1, marks=pytest.mark.cpu), 13, 64]
-)  # one by one takes the interpreter minutes
+)  # Chunks of one token take minutes in the interpreter.
 def test_chunks_add_up_to_the_prompt(chunk):
     tokens = 97 if INTERPRETED else 151
     q, k = random(6, 2, tokens, tokens, 16)
@@ -101,15 +101,15 @@ def test_chunks_add_up_to_the_prompt(chunk):
 
 
 def test_flat_attention():
-    """Row i spreads 1 over tokens 0 to i."""
+    """Row i attends equally to tokens 0 to i."""
     view, pages = paged_keys(torch.ones(1, 70, 4), 16)
     got = column_sums(torch.randn(70, 2, 4), view, pages, 70, 0.5)
     want = np.cumsum(1 / np.arange(70, 0, -1))[::-1]
-    np.testing.assert_allclose(got, np.stack([want, want]), **close)
+    np.testing.assert_allclose(got, np.stack([want, want]), **TOLERANCE)
 
 
-def test_sink_that_takes_nine_tenths():
-    """Logit ln(9 S) against 0: a sum of thousands beside sums of a few."""
+def test_token_with_nine_tenths_of_the_attention():
+    """A logit of ln(9 S) against 0 gives one sum in the hundreds and all others below 1."""
     tokens = 400
     q, k = torch.zeros(2, tokens, 4), torch.zeros(1, tokens, 4)
     q[..., 0], k[0, 0, 0] = 1.0, 2 * float(np.log(9 * tokens))
@@ -120,25 +120,25 @@ def test_sink_that_takes_nine_tenths():
 
 @pytest.mark.parametrize("shift", [-300.0, -95.0, 95.0, 300.0])
 def test_logits_whose_exp_leaves_float32(shift):
-    """A common shift of one head's logits changes nothing, though exp alone over- or underflows."""
+    """Adding a constant to one head's logits changes nothing, even if exp over- or underflows."""
     q, k = random(4, 2, 60, 60, 4)
     k[..., 0] = 2.0
     q[..., 0] = torch.tensor([0.0, 0.0, shift, 0.0])[:, None]
-    compare(q, k, 16, tolerance={"rtol": 1e-3, "atol": 1e-5})  # an ulp of 300 is 3e-5
+    compare(q, k, 16, tolerance={"rtol": 1e-3, "atol": 1e-5})  # One ulp of 300 is 3e-5.
 
 
-def test_future_logits_may_overflow():
-    """Only the last key is huge: rows before it must not notice."""
+def test_overflowing_future_logits_are_masked():
+    """The last key is huge and must not affect earlier rows."""
     q, k = torch.ones(1, 40, 4), torch.zeros(1, 40, 4)
     k[:, -1] = 1e4
     want = np.append(np.cumsum(1 / np.arange(39, 0, -1))[::-1], 1.0)
-    np.testing.assert_allclose(compare(q, k, 16)[0], want, **close)
+    np.testing.assert_allclose(compare(q, k, 16)[0], want, **TOLERANCE)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("keys", [1, 30 * 64, 64 * 64])
 @pytest.mark.parametrize("count", [1, 20, 129])
-def test_keys_read_span_by_span(count, keys, monkeypatch):
+def test_spans_of_keys_match_the_reference(count, keys, monkeypatch):
     q, k = random(6, 2, 129, count, 8, q_scale=2.0)
     monkeypatch.setattr(column_sums_cpu, "KEYS", keys)
     compare(q, k, 16)
@@ -159,7 +159,7 @@ def test_gqa_equals_repeated_kv_heads():
     torch.testing.assert_close(shared, repeated, rtol=1e-5, atol=1e-7)
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_unchanged():
     view, pages = paged_keys(torch.randn(2, 40, 8), 16, spare=0)
     view = view.nan_to_num(5.0)
     q = torch.randn(40, 4, 8)
@@ -169,7 +169,7 @@ def test_inputs_are_left_alone():
 
 
 def test_strided_query():
-    """A slice of a batch, and heads cut from a fused projection."""
+    """The query is a slice of a batch and of a fused projection."""
     view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     q = torch.randn(50, 4, 24)[3:23, :, 8:16]
     one = column_sums(q, view, pages, 40, 0.3)
@@ -180,18 +180,18 @@ def test_strided_query():
 @pytest.mark.parametrize(
     ("heads", "tokens", "count"), [(9, 6000, 70), (9, 1500, 1500), (36, 3000, 40)]
 )
-def test_temporaries_stay_small(heads, tokens, count):
-    """A square matrix of 1500 tokens and 9 heads would take 81 MB."""
+def test_temporaries_stay_within_the_limit(heads, tokens, count):
+    """The full attention matrix of 1500 tokens and 9 heads would take 81 MB."""
     key_pages, pages = torch.randn(1, 3, 64, tokens), torch.tensor([0])
     query = torch.randn(count, heads, 64)
-    with Largest() as seen:
+    with LargestStorage() as largest:
         column_sums(query, key_pages, pages, tokens, 0.125)
-    assert seen.size <= column_sums_cpu.LOGITS
+    assert largest.size <= column_sums_cpu.LOGITS
 
 
 @pytest.mark.usefixtures("triton_runs")
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.half)])
-def test_triton_refuses_float64_and_two_dtypes(dtypes):
+def test_triton_rejects_float64_and_mixed_dtypes(dtypes):
     view, pages = paged_keys(torch.randn(2, 40, 8), 16, dtype=dtypes[1])
     with pytest.raises(ValueError, match=f"got .*{dtypes[0]}"):
         column_sums(torch.randn(40, 4, 8, dtype=dtypes[0]), view, pages, 40, 0.3)

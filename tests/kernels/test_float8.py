@@ -1,4 +1,4 @@
-"""Quantised caches: every op reads float8 as its values, or moves it bit for bit, or refuses it."""
+"""Ops on a float8 cache: each op reads its values exactly or rejects it."""
 
 import os
 
@@ -18,11 +18,11 @@ from paging import paged_keys, paged_values
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 float8 = pytest.mark.parametrize("float8", builds.FLOAT8)
 query_of = pytest.mark.parametrize("dtype", builds.FLOATS)
-# Heads, KV heads, tokens, head dim and block; whether a token's K lies beside its V.
+# size: heads, KV heads, tokens, head dim and block. interleave: K and V of a token are adjacent.
 sizes = pytest.mark.parametrize(
     ("size", "interleave"),
     [
@@ -37,16 +37,16 @@ sizes = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def _the_gpu_reads_it(request, device):
-    """Older GPUs have no instruction for e4m3: there the ops refuse it, as the last test says."""
-    asked = getattr(request.node, "callspec", None)
-    e4m3 = asked and asked.params.get("float8") is torch.float8_e4m3fn
+def _skip_unsupported_e4m3(request, device):
+    """Skip e4m3 on GPUs without instructions for it. The ops reject it there (last test)."""
+    callspec = getattr(request.node, "callspec", None)
+    e4m3 = callspec and callspec.params.get("float8") is torch.float8_e4m3fn
     if e4m3 and device.type == "cuda" and builds.architecture(device) < 89:
         pytest.skip("this GPU has no instruction for float8_e4m3fn")
 
 
 def cache(size, float8, interleave):
-    """Keys ``[Hkv, S, D]`` in pages of float8 and, exactly, of float32; NaN in what is not read."""
+    """Return float8 keys ``[Hkv, S, D]``, and pages of them in float8 and in float32."""
     _, kv_heads, tokens, dim, block = size
     k = torch.randn(kv_heads, tokens, dim).to(float8)
     return k, [
@@ -63,11 +63,11 @@ def test_window_scores(size, interleave, dtype, float8):
     w = 1 if tokens == 33 else 11
     q = torch.randn(w, heads, dim).to(dtype)
     _, (narrow, wide) = cache(size, float8, interleave)
-    asked = {"variance": w > 1, "maximum": True, "pooled": w > 1}
-    got = window_scores(q, *narrow, tokens, 0.3, **asked)
-    want = window_scores_ref.run(q.float(), *wide, tokens, 0.3, **asked)
+    options = {"variance": w > 1, "maximum": True, "pooled": w > 1}
+    got = window_scores(q, *narrow, tokens, 0.3, **options)
+    want = window_scores_ref.run(q.float(), *wide, tokens, 0.3, **options)
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **close)
+        torch.testing.assert_close(a, b, **TOLERANCE)
         assert a is None or a.isfinite().all()
 
 
@@ -81,7 +81,7 @@ def test_column_sums(size, interleave, dtype, float8):
     _, (narrow, wide) = cache(size, float8, interleave)
     got = column_sums(q, *narrow, tokens, 0.3)
     want = column_sums_ref.run(q.float(), *wide, tokens, 0.3)
-    torch.testing.assert_close(got, want, **close)
+    torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @float8
@@ -97,7 +97,7 @@ def test_value_scores(reduce, fast, size, interleave, float8):
     )
     got = value_scores(h, *narrow, tokens, fast=fast, reduce=reduce)
     want = value_scores_ref.run(h, *wide, tokens, fast, reduce)
-    torch.testing.assert_close(got, want, **close)
+    torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_value_scores(reduce, fast, size, interleave, float8):
         (torch.float8_e5m2, 57344.0),
     ],
 )
-def test_least_and_largest_values(value, float8):
+def test_smallest_and_largest_values(value, float8):
     v = torch.tensor([[[value], [-value], [0.0]]]).to(float8)
     h = torch.tensor([[0.25, 0.25, 0.5]])
     got = value_scores(h, *paged_values(v, 16, dtype=float8), 3, fast=False, reduce="mean")
@@ -117,7 +117,7 @@ def test_least_and_largest_values(value, float8):
 
 
 @float8
-def test_scale_of_keys_is_a_factor_on_the_logits(float8):
+def test_key_scale_multiplies_the_logits(float8):
     k, (narrow, _) = cache((6, 2, 75, 8, 16), float8, False)
     q = torch.randn(30, 6, 8)
     scaled = paged_keys(4 * k.float(), 16)
@@ -128,17 +128,17 @@ def test_scale_of_keys_is_a_factor_on_the_logits(float8):
             window_scores(q[-9:], *scaled, 75, 0.3, variance=True).last,
         ),
     ):
-        torch.testing.assert_close(a, b, **close)
+        torch.testing.assert_close(a, b, **TOLERANCE)
 
 
 @float8
 @pytest.mark.parametrize("fast", [False, True])
-def test_scale_of_values_is_a_factor_on_the_scores(fast, float8):
+def test_value_scale_multiplies_the_scores(fast, float8):
     v, h = torch.randn(2, 75, 8).to(float8), torch.randn(6, 75).softmax(-1)
     narrow, scaled = paged_values(v, 16, dtype=float8), paged_values(4 * v.float(), 16)
     a = value_scores(h, *narrow, 75, fast=fast, reduce="mean")
     b = value_scores(h, *scaled, 75, fast=fast, reduce="mean")
-    torch.testing.assert_close(4 * a, b, **close)
+    torch.testing.assert_close(4 * a, b, **TOLERANCE)
 
 
 def merging(dtype):
@@ -149,27 +149,27 @@ def merging(dtype):
 
 
 @float8
-def test_merging_refuses_a_quantised_cache(float8):
+def test_merging_rejects_a_quantised_cache(float8):
     merging(torch.bfloat16)
     with pytest.raises(ValueError, match=f"merged tokens would be quantised again; got {float8}"):
         merging(float8)
 
 
-def test_bytes_are_no_values():
+def test_uint8_cache_is_rejected():
     """vLLM allocates a quantised cache as uint8."""
     pages, table = torch.zeros(3, 2, 16, 16, dtype=torch.uint8), torch.arange(3)
     q, h = torch.zeros(40, 2, 16), torch.full((2, 40), 1 / 40)
-    told = "view a quantised cache as its float8; got torch.uint8"
-    with pytest.raises(ValueError, match=told):
+    message = "view a quantised cache as its float8; got torch.uint8"
+    with pytest.raises(ValueError, match=message):
         window_scores(q[:8], pages, table, 40, 1.0, variance=False)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         column_sums(q, pages, table, 40, 1.0)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         value_scores(h, pages, table, 40, fast=False, reduce="mean")
 
 
 @pytest.mark.parametrize(("sm", "e4m3"), [(80, False), (86, False), (89, True), (90, True)])
-def test_e4m3_needs_instructions_of_the_gpu(sm, e4m3, monkeypatch):
+def test_e4m3_needs_compute_capability_89(sm, e4m3, monkeypatch):
     monkeypatch.setattr(builds, "architecture", lambda device: sm)
     builds.check_cache("op", torch.empty(0, dtype=torch.float8_e5m2))
     pages = torch.empty(0, dtype=torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""These tests again on the Triton kernels, in Triton's interpreter, in one process."""
+"""Run the kernel tests again with Triton's interpreter, in one separate process."""
 
 import os
 
@@ -8,27 +8,27 @@ import again
 
 KERNELS = again.ROOT / "kernels" / "kvcompress_kernels"
 OPS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
-OF_SEVERAL = (
+MORE_TESTS = (
     "sinks",
-    "figures_of_tokens",
+    "per_token_ops",
     "float8",
     "window_layers",
     "large_caches",
     "merged_rows",
     "overflow",
 )
-FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *OF_SEVERAL)]
+FILES = [f"tests/kernels/test_{name}.py" for name in (*OPS, *MORE_TESTS)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process is in it already")
-def test_triton_equals_its_contract(tmp_path):
-    # The interpreter multiplies by numpy. Some kernels of its OpenBLAS, Haswell's among them, sum
-    # the columns at the edge of a matrix in another order than the others: equal keys get scores
-    # that differ by rounding. A GPU does no such thing, nor do the kernels that are named here.
-    own = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
-    done = again.run(FILES, own, tmp_path)
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="already runs in the interpreter")
+def test_triton_kernels_match_the_references(tmp_path):
+    # The interpreter multiplies matrices with numpy. Some OpenBLAS kernels, such as Haswell's, sum
+    # the columns at the edge of a matrix in another order than the inner columns, so that equal
+    # keys get different scores. Nehalem's kernels and GPUs use one order.
+    environment = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+    done = again.run(FILES, environment, tmp_path)
     assert done.ok, done.said
     assert all(done.passed.values()), f"of some file no test ran: {done.passed}"
 

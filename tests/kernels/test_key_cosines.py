@@ -4,35 +4,35 @@ import torch
 
 from kvcompress_kernels.key_cosines import cpu as key_cosines_cpu
 from kvcompress_kernels.key_cosines import key_cosines, reference
-from paging import Largest, paged_keys
+from paging import LargestStorage, paged_keys
 
 pytestmark = pytest.mark.gpu
 
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def random(kv_heads, tokens, dim, *, seed=0, mean=0.5):
-    """Keys ``[Hkv, S, d]`` that lean to one side, as keys do."""
+    """Return random keys ``[Hkv, S, d]`` with a common direction, as in real models."""
     rng = np.random.RandomState(seed)
     return torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim)) + mean)
 
 
-def compare(k, block=16, **how):
-    asked = *paged_keys(k, block, **how), k.shape[1]
-    got = key_cosines(*asked)
+def compare(k, block=16, **kwargs):
+    arguments = *paged_keys(k, block, **kwargs), k.shape[1]
+    got = key_cosines(*arguments)
     assert got.shape == k.shape[:2]
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, reference.run(*asked), **close)
+    torch.testing.assert_close(got, reference.run(*arguments), **TOLERANCE)
     return got
 
 
-def test_more_tiles_than_are_joined_at_a_time():
+def test_more_tiles_than_the_anchor_kernel_loads_at_once():
     compare(random(1, 128 * 33 + 5, 4), 128)
 
 
 @pytest.mark.parametrize("interleave", [False, True])
 def test_equal_keys_have_equal_cosines(interleave):
-    """At every place of a page and a tile; ties go to the lower position then."""
+    """Their position in a page and a tile must not matter, so that ties are exact."""
     k = random(2, 300, 80).float()
     same = torch.arange(1, 300, 2)
     k[:, same] = k[:, :1]
@@ -41,20 +41,20 @@ def test_equal_keys_have_equal_cosines(interleave):
     assert len(got[0].unique()) == 150
 
 
-def test_by_hand():
-    """Unit keys (1, 0), (1, 0), (0, 1): the mean points to (2, 1), whatever their lengths."""
+def test_hand_computed_example():
+    """The unit keys are (1, 0), (1, 0) and (0, 1), so the mean direction is (2, 1)."""
     k = torch.tensor([[[9.0, 0.0], [0.1, 0.0], [0.0, 3.0], [0.0, 0.0]]])
     want = torch.tensor([[2, 2, 1, 0]]) / 5**0.5
     torch.testing.assert_close(key_cosines(*paged_keys(k, 16), 4), want)
 
 
-def test_keys_that_cancel_have_no_direction():
+def test_keys_that_cancel_have_cosine_zero():
     k = torch.tensor([[[2.0, 0.0], [-1.0, 0.0]]])
     assert compare(k).tolist() == [[0.0, 0.0]]
     assert compare(torch.zeros(2, 5, 4)).tolist() == [[0.0] * 5] * 2
 
 
-def test_a_scale_of_the_keys_cancels():
+def test_key_scale_cancels():
     k = random(2, 50, 16).float()
     a, b = (key_cosines(*paged_keys(x, 16), 50) for x in (k, 0.25 * k))
     assert torch.equal(a, b)
@@ -62,22 +62,22 @@ def test_a_scale_of_the_keys_cancels():
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("tile", [1, 4000])
-def test_tiles_change_nothing_but_rounding(tile, monkeypatch):
+def test_tile_size_does_not_matter(tile, monkeypatch):
     monkeypatch.setattr(key_cosines_cpu, "TILE", tile)
     compare(random(2, 100, 8))
 
 
 @pytest.mark.cpu
-def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
+def test_cpu_code_holds_one_tile_besides_its_result(monkeypatch):
     monkeypatch.setattr(key_cosines_cpu, "TILE", 1 << 14)
     k = paged_keys(torch.zeros(1, 20000, 4), 16)
-    with Largest() as largest:
+    with LargestStorage() as largest:
         key_cosines_cpu.run(*k, 20000)
     assert largest.size == 20000 * 4
 
 
 @pytest.mark.parametrize(
-    ("pages", "table", "tokens", "told"),
+    ("pages", "table", "tokens", "message"),
     [
         (torch.zeros(3, 2, 16), 3, 40, r"key_pages must be \[N, Hkv, D, bs\]"),
         (torch.zeros(3, 2, 8, 16, dtype=torch.uint8), 3, 40, "view a quantised cache as its"),
@@ -85,6 +85,6 @@ def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
         (torch.zeros(3, 2, 8, 16), 2, 40, r"pages must be \[3\]; got \(2,\)"),
     ],
 )
-def test_what_is_refused(pages, table, tokens, told):
-    with pytest.raises(ValueError, match=f"key_cosines: .*{told}"):
+def test_invalid_arguments_are_rejected(pages, table, tokens, message):
+    with pytest.raises(ValueError, match=f"key_cosines: .*{message}"):
         key_cosines(pages, torch.arange(table), tokens)

@@ -9,37 +9,40 @@ from hypothesis import strategies as st
 from kvcompress_kernels import builds
 from kvcompress_kernels.lag_scores import cpu as lag_scores_cpu
 from kvcompress_kernels.lag_scores import lag_scores, reference
-from paging import Largest, paged_keys, paged_values
+from paging import LargestStorage, paged_keys, paged_values
 
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def random(kv_heads, tokens, dim, *, seed=0):
-    """Keys and values ``[Hkv, S, d]``; some channels are large, as a few channels of keys are."""
+    """Return random keys and values ``[Hkv, S, d]``. Two key channels are large, as in models."""
     rng = np.random.RandomState(seed)
     k, v = rng.standard_normal((2, kv_heads, tokens, dim))
     k[..., :2] = 20 + 5 * k[..., :2]
     return torch.from_numpy(k), torch.from_numpy(v)
 
 
-def score(k, v, sinks, lag, block=16, **how):
-    (keys, pages), (values, _) = paged_keys(k, block, **how), paged_values(v, block, **how)
+def score(k, v, sinks, lag, block=16, **kwargs):
+    (keys, pages), (values, _) = paged_keys(k, block, **kwargs), paged_values(v, block, **kwargs)
     return lag_scores(keys, values, pages, k.shape[1], sinks=sinks, lag=lag)
 
 
-def compare(k, v, sinks, lag, block=16, **how):
-    got = score(k, v, sinks, lag, block, **how)
+def compare(k, v, sinks, lag, block=16, **kwargs):
+    got = score(k, v, sinks, lag, block, **kwargs)
     parts = max((k.shape[1] - sinks) // lag - 1, 0)
     assert got.shape == (len(k), parts, lag)
     assert got.dtype == torch.float32
     if parts:
-        (keys, pages), (values, _) = paged_keys(k, block, **how), paged_values(v, block, **how)
+        (keys, pages), (values, _) = (
+            paged_keys(k, block, **kwargs),
+            paged_values(v, block, **kwargs),
+        )
         want = reference.run(keys, values, pages, parts, sinks, lag)
-        torch.testing.assert_close(got, want, **close)
+        torch.testing.assert_close(got, want, **TOLERANCE)
     return got
 
 
@@ -47,7 +50,7 @@ def compare(k, v, sinks, lag, block=16, **how):
     ("kv_heads", "tokens", "dim", "sinks", "lag", "block"),
     [
         (2, 75, 4, 4, 16, 16),
-        (1, 260, 64, 4, 128, 16),  # one partition, and the whole one that it is judged by
+        (1, 260, 64, 4, 128, 16),  # one scored partition and the full partition that follows it
         (1, 260, 64, 4, 128, 128),
         (3, 50, 80, 0, 7, 7),
         (3, 50, 80, 0, 7, 16),
@@ -86,20 +89,20 @@ def test_any_shape(kv_heads, tokens, dim, sinks, lag, block, seed):
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1, 0), (4, 0), (131, 0), (259, 0), (260, 1)])
-def test_a_partition_needs_a_whole_one_behind_it(tokens, parts):
+def test_scored_partition_needs_a_full_partition_after_it(tokens, parts):
     assert score(*random(2, tokens, 4), 4, 128).shape == (2, parts, 128)
 
 
-def test_what_follows_the_reference_does_not_count():
+def test_tokens_outside_all_partitions_are_ignored():
     k, v = random(2, 70, 8)
-    whole = compare(k, v, 4, 16)
+    expected = compare(k, v, 4, 16)
     k[:, 4 + 4 * 16 :] = v[:, 4 + 4 * 16 :] = torch.nan
     k[:, :4] = v[:, :4] = torch.nan
-    assert torch.equal(score(k, v, 4, 16), whole)
+    assert torch.equal(score(k, v, 4, 16), expected)
 
 
 def test_equal_tokens_have_equal_scores():
-    """At every place of a page and a tile; ties go to the lower position then."""
+    """Their position in a page and a tile must not matter, so that ties are exact."""
     k, v = random(2, 400, 80)
     same = torch.arange(5, 200, 2)
     for x in (k, v):
@@ -108,10 +111,10 @@ def test_equal_tokens_have_equal_scores():
     assert (got[:, same - 4] == got[:, :1]).all()
 
 
-def test_by_hand():
-    """Keys (0, 2) and (1, 1) by a next partition from (0, 0) to (2, 1): (0, 2) and (0.5, 1).
+def test_hand_computed_example():
+    """Keys (0, 2) and (1, 1), scaled by a partition from (0, 0) to (2, 1), are (0, 2), (0.5, 1).
 
-    Their deviations are the roots of 2 and of 1/8. The values are alike.
+    Their standard deviations are sqrt(2) and sqrt(1/8). All values are equal.
     """
     k = torch.tensor([[[0.0, 2.0], [1.0, 1.0], [2.0, 0.0], [0.0, 1.0]]])
     spread = torch.tensor([2.0, 0.125]).sqrt()
@@ -121,56 +124,56 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("constant", [0.0, 1e-40, -65504.0])
-def test_a_constant_channel_says_nothing(constant):
+def test_constant_channels_are_ignored(constant):
     k, v = random(2, 64, 8)
     k[..., 5] = v[..., 0] = constant
     got = compare(k.float(), v.float(), 4, 10)
     torch.testing.assert_close(got.sum(-1), torch.ones(2, 5))
-    everything = torch.full((2, 64, 8), constant)
-    assert (compare(everything, everything, 4, 10) == 0.1).all()
+    constants = torch.full((2, 64, 8), constant)
+    assert (compare(constants, constants, 4, 10) == 0.1).all()
 
 
-@pytest.mark.parametrize("least", [1e-45, 2.0**-126, 1e-18, 1e-6])
-def test_nearly_constant_channels_stay_finite(least):
+@pytest.mark.parametrize("min_range", [1e-45, 2.0**-126, 1e-18, 1e-6])
+def test_nearly_constant_channels_stay_finite(min_range):
     k, v = random(1, 40, 8)
     k[:, 20:30, 3] = 0.0
-    k[:, 25, 3] = least
+    k[:, 25, 3] = min_range
     k[:, 10:20, 3] = torch.linspace(-4e17, 4e17, 10)
     got = score(k.float(), v.float(), 0, 10)
     assert got.isfinite().all()
     torch.testing.assert_close(got.sum(-1), torch.ones(1, 3))
 
 
-def test_one_dim_has_no_spread():
+def test_single_channel_has_deviation_zero():
     assert (score(*random(2, 40, 2), 0, 8)[:, :, 0] != 0.125).any()
     k = torch.randn(2, 40, 1)
     assert (score(k, k, 0, 8) == 0.125).all()
 
 
-def test_values_may_have_another_head_dim():
+def test_value_head_dim_may_differ():
     (k, _), (_, v) = random(2, 60, 8), random(2, 60, 24)
     compare(k, v, 4, 16)
 
 
-def test_scales_of_a_quantised_cache_cancel():
+def test_cache_scales_cancel():
     k, v = (x.float() for x in random(2, 60, 8))
     assert torch.equal(score(k, v, 4, 16), score(0.25 * k, 8 * v, 4, 16))
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("tile", [1, 4000])
-def test_tiles_change_nothing(tile, monkeypatch):
+def test_tile_size_does_not_matter(tile, monkeypatch):
     k, v = random(2, 100, 8)
-    whole = compare(k, v, 4, 9)
+    one_tile = compare(k, v, 4, 9)
     monkeypatch.setattr(lag_scores_cpu, "TILE", tile)
-    assert torch.equal(compare(k, v, 4, 9), whole)
+    assert torch.equal(compare(k, v, 4, 9), one_tile)
 
 
 @pytest.mark.cpu
-def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
+def test_cpu_code_holds_one_tile_besides_its_result(monkeypatch):
     monkeypatch.setattr(lag_scores_cpu, "TILE", 1 << 14)
     values, pages = paged_values(torch.ones(1, 20000, 4), 16)
-    with Largest() as largest:
+    with LargestStorage() as largest:
         lag_scores_cpu._shares(values, pages, 199, 0, 100)
     assert largest.size == 199 * 100 * 4
 
@@ -179,7 +182,7 @@ KEYS, VALUES = torch.zeros(3, 2, 8, 16), torch.zeros(3, 2, 16, 8)
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "table", "tokens", "sinks", "lag", "told"),
+    ("keys", "values", "table", "tokens", "sinks", "lag", "message"),
     [
         (KEYS[0], VALUES, 3, 40, 4, 8, r"key_pages must be \[N, Hkv, D, bs\]"),
         (KEYS, VALUES[0], 3, 40, 4, 8, r"value_pages must be \[3, 2, 16, D\]"),
@@ -192,6 +195,6 @@ KEYS, VALUES = torch.zeros(3, 2, 8, 16), torch.zeros(3, 2, 16, 8)
         (KEYS, VALUES, 3, 40, 4, 0, r"sinks >= 0 and lag >= 1 must hold; got \(4, 0\)"),
     ],
 )
-def test_what_is_refused(keys, values, table, tokens, sinks, lag, told):
-    with pytest.raises(ValueError, match=f"lag_scores: {told}"):
+def test_invalid_arguments_are_rejected(keys, values, table, tokens, sinks, lag, message):
+    with pytest.raises(ValueError, match=f"lag_scores: {message}"):
         lag_scores(keys, values, torch.arange(table), tokens, sinks=sinks, lag=lag)

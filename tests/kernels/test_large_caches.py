@@ -1,7 +1,7 @@
-"""Caches of more than 2**31 elements: the same bits as in a small cache.
+"""Results on a cache of more than 2**31 elements equal those on a small cache bit for bit.
 
-On a CPU memory that nobody touches is never made, so this costs a few MiB there. On a GPU it costs
-4 GiB, and all that is not the prompt's is NaN.
+A CPU never allocates untouched memory, so these tests take a few MiB there. On a GPU they take
+4 GiB, and all memory outside the prompt holds NaN.
 """
 
 import pytest
@@ -18,18 +18,18 @@ from kvcompress_kernels.window_scores import window_scores
 pytestmark = pytest.mark.gpu
 
 HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 4, 2, 16, 16, 40
-PAGES = (2, 0, 1)  # the prompt's first page lies behind element 2**31
+PAGES = (2, 0, 1)  # The prompt's first page is past element 2**31.
 S_PAGE = 2**30 + 32  # elements between two pages
 
 
 @pytest.fixture(autouse=True)
-def _tensors_lie_there(device):
+def _default_device(device):
     with device:
         yield
 
 
 def views(store, token_major):
-    """Keys ``[3, Hkv, D, block]`` and values ``[3, Hkv, block, D]`` of pages in `store`."""
+    """Return key pages ``[3, Hkv, D, block]`` and value pages ``[3, Hkv, block, D]`` of `store`."""
     inner = (BLOCK, KV_HEADS) if token_major else (KV_HEADS, BLOCK)
     stride = store.numel() // 3 // 16 * 16
     strides = (stride, inner[1] * 2 * DIM, 2 * DIM, 1)
@@ -40,27 +40,28 @@ def views(store, token_major):
 
 @pytest.fixture(params=[True, False], ids=["token-major", "heads-first"])
 def caches(request, device):
-    """The same prompt in a small cache and in a large one."""
+    """Return the same prompt in a small cache and in a large cache."""
     page = 2 * KV_HEADS * BLOCK * DIM
     small = torch.randn(3 * page).bfloat16()
     large = torch.empty(3 * S_PAGE, dtype=torch.bfloat16)
     if device.type == "cuda":
         large.fill_(torch.nan)
-    for x, was in zip(views(large, request.param), views(small, request.param), strict=True):
-        x.copy_(was)
+    for x, source in zip(views(large, request.param), views(small, request.param), strict=True):
+        x.copy_(source)
     assert views(large, request.param)[0].stride(0) == S_PAGE
     return views(small, request.param), views(large, request.param)
 
 
-def asked(keys, values):
+def results(keys, values):
+    """Yield the results of every op."""
     query = torch.randn(8, HEADS, DIM, generator=torch.Generator(keys.device).manual_seed(1))
     query, pages = query.bfloat16(), torch.tensor(PAGES)
     kept = torch.arange(0, TOKENS, 3, dtype=torch.int32).expand(1, KV_HEADS, -1)
     count = torch.tensor([kept.shape[2]], dtype=torch.int32)
     weights = torch.arange(1.0, 1 + HEADS * TOKENS).view(HEADS, TOKENS).softmax(1)
     for pooled in (False, True):
-        asked = {"variance": True, "maximum": True, "pooled": pooled}
-        yield from window_scores(query, keys, pages, TOKENS, 0.25, **asked)
+        options = {"variance": True, "maximum": True, "pooled": pooled}
+        yield from window_scores(query, keys, pages, TOKENS, 0.25, **options)
     yield column_sums(query, keys, pages, TOKENS, 0.25)
     yield value_scores(weights, values, pages, TOKENS, fast=False, reduce="mean")
     yield value_norms(values, pages, TOKENS)
@@ -69,14 +70,14 @@ def asked(keys, values):
     yield from merge_evicted(keys, values, pages[None], TOKENS, kept, count, kept.shape[2])
 
 
-def test_pages_behind_two_to_the_31_elements(caches):
-    small, large = (list(asked(*cache)) for cache in caches)
+def test_large_cache_gives_the_results_of_a_small_cache(caches):
+    small, large = (list(results(*cache)) for cache in caches)
     assert len(small) == 22
     for got, want in zip(large, small, strict=True):
         assert want.isfinite().all()
         assert torch.equal(got, want)
 
 
-def test_launched_again_the_bits_are_the_same(caches):
-    first, again = (list(asked(*caches[0])) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+def test_second_launch_gives_the_same_bits(caches):
+    first, second = (list(results(*caches[0])) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

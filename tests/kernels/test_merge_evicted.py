@@ -9,24 +9,24 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels.merge_evicted import cpu as merge_evicted_cpu
 from kvcompress_kernels.merge_evicted import merge_evicted, reference
-from paging import Largest, paged_keys, paged_values
+from paging import LargestStorage, paged_keys, paged_values
 
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=3 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.cpu)
 
 
-def paged(k, v, block, **how):
-    """Pages of k and v, the same ones for both."""
-    keys, pages = paged_keys(k, block, **how)
-    return keys, paged_values(v, block, **how)[0], pages
+def paged(k, v, block, **kwargs):
+    """Store k and v in the same pages, and return (key_pages, value_pages, pages)."""
+    keys, pages = paged_keys(k, block, **kwargs)
+    return keys, paged_values(v, block, **kwargs)[0], pages
 
 
 def random(heads, tokens, count, dim=8, *, seed=0):
-    """Keys, values and as many kept positions per head."""
+    """Return random keys and values, and `count` kept positions per head."""
     rng = np.random.RandomState(seed)
     k = torch.from_numpy(rng.standard_normal((heads, tokens, dim)) + 0.3)
     v = torch.from_numpy(rng.standard_normal((heads, tokens, dim + 2)))
@@ -34,39 +34,40 @@ def random(heads, tokens, count, dim=8, *, seed=0):
     return k, v, torch.from_numpy(np.stack(kept))
 
 
-def merge(k, v, kept, block=16, values_only=False, **how):
-    return merge_one(*paged(k, v, block, **how), k.shape[1], kept, values_only)
+def merge(k, v, kept, block=16, values_only=False, **kwargs):
+    return merge_one(*paged(k, v, block, **kwargs), k.shape[1], kept, values_only)
 
 
-def merge_one(key_pages, value_pages, pages, tokens, kept, values_only=False, *, by=None):
-    """`merge_evicted` of one layer, or what the definition says of it."""
+def merge_one(key_pages, value_pages, pages, tokens, kept, values_only=False, *, op=None):
+    """Return the merged keys and values of one layer, by `merge_evicted` or by `op`."""
     count = torch.tensor([kept.shape[-1]], dtype=torch.int32)
-    given = pages[None], tokens, kept[None], count, kept.shape[-1], values_only
-    merged = (by or merge_evicted)(key_pages, value_pages, *given)
+    arguments = pages[None], tokens, kept[None], count, kept.shape[-1], values_only
+    merged = (op or merge_evicted)(key_pages, value_pages, *arguments)
     return merged.keys[0], merged.values[0]
 
 
-def defined(*given, lengths=None, threshold=None, beta=0.7):
-    """What the definition says, asked as the op is."""
-    _, _, _, tokens, kept, counts, *_ = given
+def reference_merge(*arguments, lengths=None, threshold=None, beta=0.7):
+    """Run the reference with the arguments of `merge_evicted`."""
+    _, _, _, tokens, kept, counts, *_ = arguments
     lengths = torch.full_like(counts, tokens) if lengths is None else lengths
     threshold = torch.full(kept.shape[:2], torch.nan) if threshold is None else threshold
-    return reference.run(*given, *(1, False)[len(given) - 6 :], lengths, threshold, beta)
+    defaults = (1, False)[len(arguments) - 6 :]
+    return reference.run(*arguments, *defaults, lengths, threshold, beta)
 
 
-def compare(k, v, kept, block=16, *, dtype=torch.float32, **how):
-    asked = *paged(k.to(dtype), v.to(dtype), block, dtype=dtype, **how), k.shape[1], kept
-    keys, values = merge_one(*asked)
-    want_keys, want_values = merge_one(*asked, by=defined)
+def compare(k, v, kept, block=16, *, dtype=torch.float32, **kwargs):
+    arguments = *paged(k.to(dtype), v.to(dtype), block, dtype=dtype, **kwargs), k.shape[1], kept
+    keys, values = merge_one(*arguments)
+    want_keys, want_values = merge_one(*arguments, op=reference_merge)
     assert keys.shape == (*kept.shape, k.shape[2])
     assert values.shape == (*kept.shape, v.shape[2])
     assert keys.dtype == values.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(keys, want_keys, **close)
-    torch.testing.assert_close(values, want_values, **close)
+    torch.testing.assert_close(keys, want_keys, **TOLERANCE)
+    torch.testing.assert_close(values, want_values, **TOLERANCE)
 
 
 SIZES = [(2, 12, 5, 4), (1, 37, 9, 8), (1, 2, 1, 4)]
-# every kept token is a program, and takes the interpreter 10 ms
+# Every kept token is a program, which takes 10 ms in the interpreter.
 SIZES += (
     [(2, 101, 12, 16), (1, 257, 9, 64)] if INTERPRETED else [(4, 101, 60, 16), (3, 257, 100, 64)]
 )
@@ -74,7 +75,7 @@ SIZES += (
 
 @pytest.mark.parametrize(("heads", "tokens", "count", "dim"), SIZES)
 @pytest.mark.parametrize("block", [1, 7, 32, "S"])
-def test_shapes_of_the_spec(heads, tokens, count, dim, block):
+def test_shapes_match_the_reference(heads, tokens, count, dim, block):
     compare(*random(heads, tokens, count, dim, seed=tokens), tokens if block == "S" else block)
 
 
@@ -98,37 +99,37 @@ def test_any_shape(heads, tokens, block, seed, data):
 
 
 def planar(*cosines):
-    """Unit keys at these cosines to ``(1, 0)``: ``[1, n, 2]``."""
+    """Return unit keys ``[1, n, 2]`` with these cosines to ``(1, 0)``."""
     return torch.tensor([[[u, (1 - u * u) ** 0.5] for u in cosines]])
 
 
 @pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16, torch.float16])
-def test_values_alone(dtype):
-    """Keys keep every bit, values are what they are beside merged keys."""
+def test_values_only_keeps_the_keys(dtype):
+    """Keys stay the same bit for bit, and values equal those of a merge with keys."""
     k, v, kept = random(2, 75, 12, seed=5)
     k, v = k.to(dtype), v.to(dtype)
     keys, values = merge(k, v, kept, dtype=dtype, values_only=True)
     both = merge(k, v, kept, dtype=dtype)
-    own = torch.stack([head[stay] for head, stay in zip(k, kept, strict=True)])
-    assert torch.equal(keys, own.to(keys.dtype))
-    assert torch.equal(keys.to(dtype), own)
+    kept_keys = torch.stack([k[head, positions] for head, positions in enumerate(kept)])
+    assert torch.equal(keys, kept_keys.to(keys.dtype))
+    assert torch.equal(keys.to(dtype), kept_keys)
     assert torch.equal(values, both[1])
     assert not torch.equal(both[0], keys)
-    want = merge_one(*paged(k, v, 16, dtype=dtype), 75, kept, True, by=defined)
+    want = merge_one(*paged(k, v, 16, dtype=dtype), 75, kept, True, op=reference_merge)
     assert torch.equal(keys, want[0])
-    torch.testing.assert_close(values, want[1], **close)
+    torch.testing.assert_close(values, want[1], **TOLERANCE)
 
 
-def test_keys_of_any_size_keep_their_bits():
-    """Those that a sum would round, and the smallest that there are."""
+def test_values_only_keeps_large_and_subnormal_keys():
+    """Test keys that a sum would round, and keys in the subnormal range."""
     k, v, kept = random(1, 40, 6)
     k[0, kept[0]] *= torch.tensor([1e-18, 1e18, 1.0, 1e-42, 3.1, 0.0])[:, None]
     keys, _ = merge(k.float(), v.float(), kept, values_only=True)
     assert torch.equal(keys[0], k.float()[0, kept[0]])
 
 
-def test_by_hand():
-    """The values of docs/methods.md 6; a third token lowers the threshold, and is dropped."""
+def test_example_in_docs():
+    """The example is in docs/methods.md 6. The third token is below the threshold and dropped."""
     k = planar(1.0, 0.8, 0.2, -1.0)
     v = torch.tensor([[[0.0, 2.0], [1.0, 1.0], [3.0, 0.0], [50.0, 50.0]]])
     keys, values = merge(k, v, torch.tensor([[0]]))
@@ -137,17 +138,17 @@ def test_by_hand():
     np.testing.assert_allclose(keys[0, 0], weights @ k[0, :3].numpy(), atol=1e-5)
 
 
-def test_threshold_is_the_mean_over_the_evicted():
-    """u = 0.8, 0.2: the mean 0.5 lets the first merge; 8 kept tokens of u = 1 have no say."""
+def test_threshold_is_the_mean_over_evicted_tokens():
+    """For u = 0.8 and 0.2 the mean is 0.5, without the 8 kept tokens. Only 0.8 merges."""
     k = planar(*[1.0] * 8, 0.8, 0.2)
     _, values = merge(k, torch.eye(10)[None], torch.arange(8)[None])
-    into = values[0, 0]
-    assert into[8].item() == pytest.approx(math.exp(0.8) / (math.e + math.exp(0.8)), rel=1e-5)
-    assert into[9] == 0
+    weights = values[0, 0]
+    assert weights[8].item() == pytest.approx(math.exp(0.8) / (math.e + math.exp(0.8)), rel=1e-5)
+    assert weights[9] == 0
 
 
-def test_each_kv_head_has_its_threshold():
-    """Head 0 merges u = 0.9 of (0.9, 0.7), head 1 merges 0.3 of (0.3, 0.1)."""
+def test_each_kv_head_has_its_own_threshold():
+    """Head 0 merges 0.9 out of (0.9, 0.7), and head 1 merges 0.3 out of (0.3, 0.1)."""
     k = torch.cat([planar(1.0, 0.9, 0.7), planar(1.0, 0.3, 0.1)])
     _, values = merge(k, torch.eye(3).expand(2, 3, 3), torch.zeros(2, 1, dtype=torch.int64))
     assert (values[:, 0] > 0).tolist() == [[True, True, False]] * 2
@@ -155,7 +156,7 @@ def test_each_kv_head_has_its_threshold():
 
 @pytest.mark.parametrize("count", [1, 7, 23, 34, 300, pytest.param(3000, marks=pytest.mark.cpu)])
 def test_equal_cosines_are_all_merged(count):
-    """The mean of equal numbers must not round above them, as it can in float32."""
+    """The mean of equal float32 numbers can round above them, which must not drop the tokens."""
     k = torch.tensor([[1.0, 0.0]] + [[2.0, 1.0]] * count)[None]
     _, values = merge(k, torch.arange(count + 1.0)[None, :, None], torch.tensor([[0]]), 512)
     w = math.exp(2 / 5**0.5)
@@ -163,14 +164,14 @@ def test_equal_cosines_are_all_merged(count):
     assert values.item() == pytest.approx(want, rel=1e-4)
 
 
-def test_a_cosine_of_minus_one_can_merge():
+def test_cosine_of_minus_one_can_merge():
     keys, _ = merge(planar(1.0, -1.0), torch.ones(1, 2, 1), torch.tensor([[0]]))
     want = (math.e - math.exp(-1)) / (math.e + math.exp(-1))
     np.testing.assert_allclose(keys[0, 0], [want, 0.0], atol=1e-6)
 
 
-def test_ties_go_to_the_earlier():
-    """Kept 1, 2 and 4 are alike but for a power of two, which no cosine can see."""
+def test_ties_go_to_the_earlier_token():
+    """Kept tokens 1, 2 and 4 differ by powers of two, so their cosines are equal."""
     k = torch.tensor([[0.0, 1.0], [0.5, 0.5], [2.0, 2.0], [1.0, 0.7], [1.0, 1.0]])[None]
     _, values = merge(k, torch.eye(5)[None], torch.tensor([[0, 1, 2, 4]]))
     assert (values[0, :, 3] > 0).tolist() == [False, True, False, False]
@@ -180,14 +181,14 @@ def test_ties_go_to_the_earlier():
 @pytest.mark.parametrize("tile", [1, 2])
 def test_ties_go_to_the_earlier_tile(tile, monkeypatch):
     monkeypatch.setattr(merge_evicted_cpu, "KEPT", tile)
-    test_ties_go_to_the_earlier()
+    test_ties_go_to_the_earlier_token()
 
 
 @pytest.mark.parametrize(
     ("dtype", "first"), [(torch.float32, 0), (torch.float32, 32), (torch.bfloat16, 65)]
 )
-def test_ties_go_to_the_earlier_of_many(dtype, first):
-    """Kept tokens from `first` on are alike, in several tiles of kept tokens."""
+def test_ties_across_tiles_go_to_the_earlier_token(dtype, first):
+    """Kept tokens from `first` on have equal cosines, in several tiles of kept tokens."""
     k = torch.zeros(1, 71, 2)
     k[0, :first, 1] = 1.0
     k[0, first:70, 0] = 2.0 ** (torch.arange(70 - first) % 5)
@@ -197,36 +198,36 @@ def test_ties_go_to_the_earlier_of_many(dtype, first):
 
 
 @pytest.mark.parametrize("dtype", [FLOAT64, torch.float32, torch.bfloat16])
-def test_untouched_tokens_keep_every_bit(dtype):
-    """One token is evicted, so one of the kept changes; a value of -0.0 stays one."""
+def test_kept_tokens_without_merges_keep_every_bit(dtype):
+    """One token is evicted, so one kept token per head changes. A value of -0.0 stays -0.0."""
     k, v, _ = random(2, 24, 23)
     k, v = k.to(dtype), v.to(dtype)
     v[:, :23:3] = -0.0
     kept = torch.arange(23).expand(2, 23)
     keys, values = merge(k, v, kept, dtype=dtype)
-    for got, was in (keys, k), (values, v):
-        was = was[:, :23].to(got.dtype)
-        same = ((got == was) & (got.signbit() == was.signbit())).all(-1)
+    for got, cached in (keys, k), (values, v):
+        cached = cached[:, :23].to(got.dtype)
+        same = ((got == cached) & (got.signbit() == cached.signbit())).all(-1)
         assert same.sum(1).tolist() == [22, 22]
 
 
-def test_tokens_below_the_threshold_leave_no_trace():
-    """Dropped tokens hold inf: a weight of zero would turn them into NaN."""
+def test_dropped_tokens_are_not_added():
+    """A dropped token holds inf, which a weight of zero would turn into NaN."""
     k = planar(1.0, 0.9, 0.2)
     v = torch.tensor([1.0, 1.0, torch.inf])[None, :, None]
     _, values = merge(k, v, torch.tensor([[0]]))
     assert values.item() == pytest.approx(1.0)
 
 
-def test_nothing_evicted_changes_nothing():
+def test_no_evicted_tokens_change_nothing():
     k, v, _ = random(2, 33, 33)
     keys, values = merge(k, v, torch.arange(33).expand(2, 33))
     assert torch.equal(keys, k.float())
     assert torch.equal(values, v.float())
 
 
-def test_all_use_the_original_tokens():
-    """Two tokens merged into one: ``(e k + e a + e b) / 3 e``, in any order."""
+def test_merges_use_the_original_tokens():
+    """Two tokens merged into one give ``(e k + e a + e b) / 3 e``, independent of the order."""
     k = torch.tensor([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])[None]
     keys, values = merge(k, torch.eye(3)[None], torch.tensor([[1]]))
     np.testing.assert_allclose(keys[0, 0], [7 / 3, 0.0], rtol=1e-6)
@@ -243,8 +244,8 @@ def test_weights_sum_to_one(tokens, seed, data):
 
 
 @pytest.mark.parametrize("kept", [[0, 2], [1, 3]])
-def test_keys_without_length(kept):
-    """A zero key, kept or evicted, is at cosine 0 from everything."""
+def test_zero_keys_have_cosine_zero(kept):
+    """Test a zero key that is kept and one that is evicted."""
     k, v, _ = random(1, 5, 2)
     k[0, 2] = 0
     compare(k, v, torch.tensor([kept]))
@@ -252,19 +253,19 @@ def test_keys_without_length(kept):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(("kept_tile", "cosines"), [(1, 1), (7, 1), (7, 500), (4096, 2000)])
-def test_tiles_do_not_matter(kept_tile, cosines, monkeypatch):
+def test_tile_size_does_not_matter(kept_tile, cosines, monkeypatch):
     monkeypatch.setattr(merge_evicted_cpu, "KEPT", kept_tile)
     monkeypatch.setattr(merge_evicted_cpu, "COSINES", cosines)
     compare(*random(3, 101, 40))
 
 
-def test_same_result_twice():
+def test_second_call_gives_the_same_bits():
     k, v, kept = random(2, 150, 8)
     for a, b in zip(merge(k, v, kept), merge(k, v, kept), strict=True):
         assert torch.equal(a, b)
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_unchanged():
     k, v, kept = random(2, 40, 20)
     inputs = [x.nan_to_num(5.0) if x.is_floating_point() else x for x in paged(k, v, 16, spare=0)]
     inputs.append(kept)
@@ -275,29 +276,29 @@ def test_inputs_are_left_alone():
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(("tokens", "count"), [(3000, 1500), (6000, 5900)])
-def test_temporaries_stay_small(tokens, count):
+def test_temporaries_stay_within_the_limit(tokens, count):
     """All cosines of 1500 by 1500 tokens and 3 heads would take 27 MB."""
     key_pages, value_pages = torch.randn(1, 3, 64, tokens), torch.randn(1, 3, tokens, 64)
     kept = torch.arange(count).expand(3, count)
-    with Largest() as seen:
+    with LargestStorage() as largest:
         merge_one(key_pages, value_pages, torch.tensor([0]), tokens, kept)
-    assert seen.size <= merge_evicted_cpu.COSINES
+    assert largest.size <= merge_evicted_cpu.COSINES
 
 
 @pytest.mark.usefixtures("triton_runs")
-def test_segments_do_not_matter(monkeypatch):
-    """Tokens are added up in the order of their positions, whoever counted them."""
+def test_segment_size_does_not_matter(monkeypatch):
+    """Tokens are added in the order of their positions, for any number of counting programs."""
     from kvcompress_kernels.merge_evicted import triton as merge_evicted_triton
 
     k, v, kept = random(1, 600, 3)
-    whole = merge(k, v, kept)
+    one_segment = merge(k, v, kept)
     monkeypatch.setattr(merge_evicted_triton, "SEGMENT", 128)
-    for a, b in zip(merge(k, v, kept), whole, strict=True):
+    for a, b in zip(merge(k, v, kept), one_segment, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.usefixtures("triton_runs")
-def test_triton_refuses_float64():
+def test_triton_rejects_float64():
     with pytest.raises(ValueError, match="do not support a float64 cache"):
         merge(*random(1, 20, 5), dtype=torch.float64)
 
@@ -334,14 +335,14 @@ def test_shapes_are_checked(change, message):
         merge_one(**GOOD | change)
 
 
-def test_what_is_not_changed_there_is_taken():
+def test_valid_arguments_are_accepted():
     merge_one(**GOOD)
 
 
 @pytest.mark.parametrize("counts", [torch.tensor(20), torch.tensor([20, 20])])
 def test_counts_are_checked(counts):
-    given = {**GOOD, "pages": GOOD["pages"][None], "kept": GOOD["kept"][None]}
+    arguments = {**GOOD, "pages": GOOD["pages"][None], "kept": GOOD["kept"][None]}
     with pytest.raises(ValueError, match=r"counts must be \[1\]"):
-        merge_evicted(**given, counts=counts)
+        merge_evicted(**arguments, counts=counts)
     with pytest.raises(ValueError, match=r"0 < min_kept <= n must hold; got \(21, 20\)"):
-        merge_evicted(**given, counts=counts.view(-1)[:1], min_kept=21)
+        merge_evicted(**arguments, counts=counts.view(-1)[:1], min_kept=21)

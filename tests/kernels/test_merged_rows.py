@@ -1,4 +1,4 @@
-"""Rows of several lengths, each with its threshold, merged together."""
+"""`merge_evicted` with several rows of different lengths and thresholds."""
 
 import math
 
@@ -6,35 +6,35 @@ import pytest
 import torch
 
 from kvcompress_kernels.merge_evicted import merge_evicted
-from test_merge_evicted import close, defined, merge_one, paged, random
+from test_merge_evicted import TOLERANCE, merge_one, paged, random, reference_merge
 
 pytestmark = pytest.mark.gpu
 
 
 def batch(sizes, heads, dim, dtype):
-    """Layers of (tokens, kept) in one cache, NaN between them.
+    """Return layers of (tokens, kept) `sizes` in one cache, with NaN in all unused memory.
 
-    Entries of the tables that no layer needs lead to a page of NaN.
+    Unused table entries refer to a page of NaN.
     """
-    width, most = 1 + max(-(-tokens // 16) for tokens, _ in sizes), max(n for _, n in sizes)
-    kept = torch.full((len(sizes), heads, most), 16 * width - 1)
+    width, max_kept = 1 + max(-(-tokens // 16) for tokens, _ in sizes), max(n for _, n in sizes)
+    kept = torch.full((len(sizes), heads, max_kept), 16 * width - 1)
     prompts = []
     for n, (tokens, count) in enumerate(sizes):
         k, v, kept[n, :, :count] = random(heads, tokens, count, dim, seed=n)
         prompts.append(paged(k, v, 16, seed=n, dtype=dtype))
     keys, values = (torch.cat([prompt[i] for prompt in prompts]) for i in (0, 1))
-    nothing = keys.isnan().flatten(1).all(1).nonzero()[0].item()
-    pages, start = torch.full((len(sizes), width), nothing), 0
-    for row, (own, _, table) in zip(pages, prompts, strict=True):
+    nan_page = keys.isnan().flatten(1).all(1).nonzero()[0].item()
+    pages, start = torch.full((len(sizes), width), nan_page), 0
+    for row, (prompt_keys, _, table) in zip(pages, prompts, strict=True):
         row[: len(table)] = table + start
-        start += len(own)
+        start += len(prompt_keys)
     order = torch.randperm(start, generator=torch.Generator().manual_seed(0))
-    tokens, counts = torch.tensor(sizes, dtype=torch.int32).T.contiguous()
-    return keys[order], values[order], order.argsort()[pages], tokens, kept.int(), counts
+    tokens, num_kept = torch.tensor(sizes, dtype=torch.int32).T.contiguous()
+    return keys[order], values[order], order.argsort()[pages], tokens, kept.int(), num_kept
 
 
 @pytest.mark.parametrize(
-    ("counts", "least", "dtype"),
+    ("counts", "min_kept", "dtype"),
     [
         ([40], 1, torch.float32),
         ([40], 40, torch.float32),
@@ -42,11 +42,11 @@ def batch(sizes, heads, dim, dtype):
         ([9, 40, 3], 3, torch.bfloat16),
     ],
 )
-def test_layers_merge_as_if_alone(dtype, counts, least):
-    """A layer that keeps all, layers that keep few; nothing behind their kept ones is read."""
+def test_batched_layers_merge_like_single_layers(dtype, counts, min_kept):
+    """Some layers keep all tokens and some keep few. Positions past a row's count are not read."""
     sizes = [(40, count) for count in counts]
-    keys, values, pages, _, kept, stay = batch(sizes, 2, 8, dtype)
-    got = merge_evicted(keys, values, pages[:, :-1], 40, kept, stay, least)
+    keys, values, pages, _, kept, num_kept = batch(sizes, 2, 8, dtype)
+    got = merge_evicted(keys, values, pages[:, :-1], 40, kept, num_kept, min_kept)
     for row, count in enumerate(counts):
         want = merge_one(keys, values, pages[row, :-1], 40, kept[row, :, :count])
         for x, y in zip(got[:2], want, strict=True):
@@ -55,56 +55,58 @@ def test_layers_merge_as_if_alone(dtype, counts, least):
 
 
 @pytest.mark.parametrize("beta", [0.7, 0.25])
-def test_a_threshold_moves_with_what_is_evicted(beta):
-    """Of rows of their own lengths; where none was, it is the mean, and where nothing is, it stays.
+def test_threshold_is_updated_by_each_eviction(beta):
+    """A NaN threshold becomes the mean, and a row without evicted tokens keeps its threshold.
 
-    The next eviction goes on from it: what merged once may be dropped then.
+    The second call starts from the threshold of the first call, so it may drop tokens that merged
+    before.
     """
     sizes, heads = [(75, 12), (33, 9), (16, 16)], 2
-    keys, values, pages, lengths, kept, stay = batch(sizes, heads, 8, torch.float32)
+    keys, values, pages, lengths, kept, num_kept = batch(sizes, heads, 8, torch.float32)
     threshold = torch.tensor([[math.nan, 0.9], [-0.5, 0.1], [0.3, math.nan]])
-    given = keys, values, pages[:, :-1], 75, kept, stay
-    how = {} if beta == 0.7 else {"beta": beta}
-    plain = defined(*given, lengths=lengths)
+    arguments = keys, values, pages[:, :-1], 75, kept, num_kept
+    kwargs = {} if beta == 0.7 else {"beta": beta}
+    without_threshold = reference_merge(*arguments, lengths=lengths)
     changed = 0
     for _ in range(2):
         before = threshold.clone()
-        got = merge_evicted(*given, lengths=lengths, threshold=threshold, **how)
+        got = merge_evicted(*arguments, lengths=lengths, threshold=threshold, **kwargs)
         assert got.threshold.data_ptr() != threshold.data_ptr()
         assert torch.equal(threshold.nan_to_num(9), before.nan_to_num(9))
-        want = defined(*given, lengths=lengths, threshold=threshold, **how)
+        want = reference_merge(*arguments, lengths=lengths, threshold=threshold, **kwargs)
         for x, y in zip(got[:2], want[:2], strict=True):
-            torch.testing.assert_close(x, y, **close)
+            torch.testing.assert_close(x, y, **TOLERANCE)
         torch.testing.assert_close(got.threshold, want.threshold, rtol=1e-5, atol=0, equal_nan=True)
-        changed += sum(not torch.allclose(x, y) for x, y in zip(plain.keys, want.keys, strict=True))
+        rows = zip(without_threshold.keys, want.keys, strict=True)
+        changed += sum(not torch.allclose(x, y) for x, y in rows)
         threshold = got.threshold
     assert changed >= 3
 
 
-def test_what_was_merged_is_merged_again():
-    """Three times over: the cache that merging left, and as many tokens behind it, merge again."""
-    heads, kept_tokens, fresh = 2, 20, 12
+def test_merged_cache_can_be_merged_again():
+    """Append 12 tokens to the merged cache and merge again, three times."""
+    heads, kept_tokens, new_tokens = 2, 20, 12
     k, v, kept = random(heads, 50, kept_tokens, 8, seed=4)
-    counts = torch.tensor([kept_tokens], dtype=torch.int32)
-    ours = exact = k, v
+    num_kept = torch.tensor([kept_tokens], dtype=torch.int32)
+    actual = exact = k, v
     threshold = exact_threshold = None
 
-    def asked(keys, values, turn):
+    def arguments(keys, values, turn):
         key_pages, value_pages, pages = paged(keys, values, 16, seed=turn, dtype=torch.float32)
-        return key_pages, value_pages, pages[None], keys.shape[1], kept[None], counts
+        return key_pages, value_pages, pages[None], keys.shape[1], kept[None], num_kept
 
     for turn in range(3):
-        got = merge_evicted(*asked(*ours, turn), threshold=threshold)
-        want = defined(*asked(*exact, turn), threshold=exact_threshold)
+        got = merge_evicted(*arguments(*actual, turn), threshold=threshold)
+        want = reference_merge(*arguments(*exact, turn), threshold=exact_threshold)
         for x, y in zip(got[:2], want[:2], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(got.threshold, want.threshold, rtol=1e-4, atol=0)
-        more = random(heads, fresh, 1, 8, seed=turn + 10)[:2]
-        ours, exact = (
+        more = random(heads, new_tokens, 1, 8, seed=turn + 10)[:2]
+        actual, exact = (
             tuple(torch.cat([x[0].double(), y], 1) for x, y in zip(merged[:2], more, strict=True))
             for merged in (got, want)
         )
-        kept = random(heads, kept_tokens + fresh, kept_tokens, seed=turn + 20)[2]
+        kept = random(heads, kept_tokens + new_tokens, kept_tokens, seed=turn + 20)[2]
         threshold, exact_threshold = got.threshold, want.threshold
 
 
@@ -120,9 +122,9 @@ def test_what_was_merged_is_merged_again():
         ({"beta": math.nan}, r"beta must be in \[0, 1\]; got nan"),
     ],
 )
-def test_what_a_threshold_goes_by_is_checked(change, message):
-    keys, values, pages, lengths, kept, stay = batch([(20, 3)], 2, 8, torch.float32)
-    given = keys, values, pages[:, :-1], 20, kept, stay
-    merge_evicted(*given, lengths=lengths, threshold=torch.zeros(1, 2))
+def test_threshold_arguments_are_checked(change, message):
+    keys, values, pages, lengths, kept, num_kept = batch([(20, 3)], 2, 8, torch.float32)
+    arguments = keys, values, pages[:, :-1], 20, kept, num_kept
+    merge_evicted(*arguments, lengths=lengths, threshold=torch.zeros(1, 2))
     with pytest.raises(ValueError, match=message):
-        merge_evicted(*given, **change)
+        merge_evicted(*arguments, **change)

@@ -1,8 +1,7 @@
-"""Every op at the shapes of real models, as the engine launches it: the reference's results, and
-the same bits when it is launched again.
+"""Every op at the shapes of real models on a GPU, launched as the engine launches it.
 
-NaN lies behind the prompt's end and in the pages of nobody. In Triton's interpreter, and where
-there is no GPU, this would take hours: the other tests are for that.
+Results must match the reference and be the same bit for bit in a second launch. Unused slots and
+pages hold NaN. Without a GPU these shapes would take hours, so the tests are skipped.
 """
 
 import pytest
@@ -44,7 +43,7 @@ def results(op, work, layers):
     return [x.clone() for x in (op.left(work) if op.left else got)]
 
 
-def test_every_op_gives_what_its_reference_gives(work, shape):
+def test_every_op_matches_its_reference(work, shape):
     ops = [op for op in OPS if isinstance(work, op.of)]
     assert ops
     for op in ops:
@@ -55,6 +54,6 @@ def test_every_op_gives_what_its_reference_gives(work, shape):
             assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), op.name
 
 
-def test_one_shape_passes_two_to_the_31_elements():
+def test_one_shape_exceeds_two_to_the_31_elements():
     shape = SHAPES["8B-beyond-2**31-elements"]
     assert shape.bytes // shape.dtype.itemsize > 2**31

@@ -21,18 +21,18 @@ MORE_INTS = {
 
 
 @pytest.fixture(autouse=True)
-def _tensors_lie_there(device):
+def _default_device(device):
     with device:
         yield
 
 
 def cache(count, heads, dim, block, dtype=torch.bfloat16, layout="split", value_dim=None):
-    """Key and value pages of random bits, NaN patterns among them."""
+    """Return key and value pages of random bits, including NaN patterns."""
     value_dim = value_dim or dim
-    if layout == "interleaved":  # [N, block, Hkv, D + Dv], as FLASH_ATTN keeps it
+    if layout == "interleaved":  # [N, block, Hkv, D + Dv], as in FLASH_ATTN
         store = bits((count, block, heads, dim + value_dim), dtype)
         return store[..., :dim].permute(0, 2, 3, 1), store[..., dim:].permute(0, 2, 1, 3)
-    if layout == "halves":  # [N, Hkv, 2 * block * D]: K transposed, then V plain, as on the CPU
+    if layout == "halves":  # [N, Hkv, 2 * block * D]: transposed K, then V, as in CPU_ATTN
         store = bits((count, heads, block * (dim + value_dim)), dtype)
         return (
             store[..., : dim * block].unflatten(2, (dim, block)),
@@ -57,37 +57,37 @@ def same(a, b):
 
 
 def gather(k, v, pages, kept, *, op=move_kept):
-    """One layer's kept tokens in pages of their own."""
+    """Copy one layer's kept tokens to new pages, and return these."""
     count = kept.shape[1] // k.shape[3]
     into = k.new_empty(count, *k.shape[1:]), v.new_empty(count, *v.shape[1:])
-    where, counts = torch.arange(count)[None], torch.tensor([count], dtype=torch.int32)
-    op(k, v, pages[None], kept[None], counts, where, into=into)
+    destinations, counts = torch.arange(count)[None], torch.tensor([count], dtype=torch.int32)
+    op(k, v, pages[None], kept[None], counts, destinations, into=into)
     return into
 
 
-def defined(k, v, pages, kept, counts, destinations, *, into):
-    """What the definition says, asked as the op is."""
+def reference_move(k, v, pages, kept, counts, destinations, *, into):
+    """Run the reference with the arguments of `move_kept`."""
     reference.run(k, v, pages, kept, counts, destinations, *into)
 
 
 def scatter(k, v, keys, values, destinations):
-    """Whole pages of one layer to listed ones."""
-    own, count = torch.arange(len(keys))[None], torch.tensor([len(keys)], dtype=torch.int32)
-    move_kept(keys, values, own, None, count, destinations[None], into=(k, v))
+    """Copy all pages `keys` and `values` of one layer to the pages `destinations` of k and v."""
+    sources, count = torch.arange(len(keys))[None], torch.tensor([len(keys)], dtype=torch.int32)
+    move_kept(keys, values, sources, None, count, destinations[None], into=(k, v))
 
 
 def compact(k, v, pages, kept, destinations):
-    """One layer onto pages that may be its own."""
+    """Copy one layer's kept tokens to pages that may overlap its source pages."""
     scatter(k, v, *gather(k, v, pages, kept), destinations)
 
 
 def slow_gather(k, v, pages, kept):
-    """What `gather` must give."""
-    return gather(k, v, pages, kept, op=defined)
+    """Return the expected result of `gather`."""
+    return gather(k, v, pages, kept, op=reference_move)
 
 
 def choose(full, heads, block, count):
-    """Other positions for each head, ascending."""
+    """Return random positions for each head, ascending."""
     rows = [torch.randperm(full * block)[: count * block].sort().values for _ in range(heads)]
     return torch.stack(rows)
 
@@ -134,7 +134,7 @@ def test_scatter(layout, count):
     st.data(),
 )
 def test_compact(heads, block, full, layout, seed, data):
-    """Into fresh pages, or into some of the prompt's own in any order."""
+    """Compact into unused pages or into the prompt's own pages, in any order."""
     torch.manual_seed(seed)
     count = data.draw(st.integers(0, full))
     k, v = cache(full + 4, heads, 8, block, layout=layout)
@@ -153,7 +153,7 @@ def test_compact(heads, block, full, layout, seed, data):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 def test_compact_onto_its_own_source(layout, order):
-    """Everything is read before anything is written."""
+    """All tokens are read before any is written."""
     k, v = cache(3, 2, 8, 4, layout=layout)
     pages = torch.tensor([2, 0, 1])
     kept = torch.arange(12).expand(2, -1)
@@ -164,7 +164,7 @@ def test_compact_onto_its_own_source(layout, order):
         assert same(v[destination], before[1][source])
 
 
-def test_packed_pages_are_fresh_memory():
+def test_gathered_pages_do_not_alias_the_cache():
     k, v = cache(4, 2, 8, 4)
     keys, values = gather(k, v, torch.tensor([1, 2]), torch.arange(8).expand(2, -1))
     before = keys.clone(), values.clone()
@@ -174,7 +174,7 @@ def test_packed_pages_are_fresh_memory():
     assert same(values, before[1])
 
 
-def test_heads_of_values_may_be_narrower():
+def test_value_head_dim_may_differ():
     k, v = cache(4, 2, 8, 4, value_dim=6)
     pages, kept = torch.tensor([3, 1]), choose(2, 2, 4, 1)
     got, want = gather(k, v, pages, kept), slow_gather(k, v, pages, kept)
@@ -182,7 +182,7 @@ def test_heads_of_values_may_be_narrower():
     assert same(got[1], want[1])
 
 
-def test_one_page_holds_other_tokens_for_other_heads():
+def test_heads_may_keep_different_tokens():
     k, v = cache(2, 2, 8, 4)
     kept = torch.tensor([[0, 1, 2, 7], [3, 4, 5, 6]])
     keys, values = gather(k, v, torch.tensor([0, 1]), kept)
@@ -198,19 +198,23 @@ def ints(x):
     return x.view((INTS | MORE_INTS)[x.dtype])
 
 
-def step(counts, full, heads, dim, block, *, spare=0, **how):
-    """A cache, and what moves in it: rows of prompts of up to `full` pages, ragged `counts`.
+def step(counts, full, heads, dim, block, *, spare=0, **kwargs):
+    """Return a cache and the arguments that move kept tokens of several rows in it.
 
-    Entries of the tables that no row needs name a guard page or position 0 of the prompt:
-    whoever follows them writes what the test compares.
+    Unused table entries refer to a guard page or to position 0 of the prompt, so a kernel that
+    follows them writes memory that the test compares.
+
+    Args:
+        counts: full pages that each row writes.
+        full: source pages per row.
     """
-    rows, most = len(counts), max(counts) + spare
-    total = rows * (full + most) + 1
-    k, v = cache(total, heads, dim, block, **how)
+    rows, max_pages = len(counts), max(counts) + spare
+    total = rows * (full + max_pages) + 1
+    k, v = cache(total, heads, dim, block, **kwargs)
     order = torch.randperm(total)
     guard, sources, targets = order[0], order[1:][: rows * full], order[1 + rows * full :]
-    sources, targets = sources.view(rows, full), targets[: rows * most].view(rows, most)
-    kept = torch.zeros(rows, heads, most * block, dtype=torch.int32)
+    sources, targets = sources.view(rows, full), targets[: rows * max_pages].view(rows, max_pages)
+    kept = torch.zeros(rows, heads, max_pages * block, dtype=torch.int32)
     for n, count in enumerate(counts):
         kept[n, :, : count * block] = choose(full, heads, block, count)
         targets[n, count:] = guard
@@ -218,7 +222,7 @@ def step(counts, full, heads, dim, block, *, spare=0, **how):
 
 
 def moved_row_by_row(k, v, sources, kept, counts, targets):
-    """What the cache must hold: every row by loops, all read before any is written."""
+    """Return the expected cache: read all rows with the reference, then write them."""
     block, want = k.shape[3], (ints(k).clone(), ints(v).clone())
     packed = [
         slow_gather(ints(k), ints(v), pages, row[:, : count * block])
@@ -240,7 +244,7 @@ def check_move(case):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("counts", [[2], [0], [3, 0, 1], [1, 4, 4]])
 @pytest.mark.parametrize("spare", [0, 2])
-def test_rows_move_as_if_alone(layout, counts, spare):
+def test_rows_move_independently(layout, counts, spare):
     check_move(step(counts, 4, 3, 8, 4, layout=layout, spare=spare))
 
 
@@ -255,17 +259,17 @@ def test_every_bit_is_kept(dtype):
     [(1, 64, 64, 16), (3, 80, 80, 16), (2, 96, 64, 5), (1, 128, 128, 128), (1, 256, 6, 33)],
 )
 def test_shapes_of_models(layout, heads, dim, value_dim, block):
-    """Head dims that are no power of two, blocks that do not divide a program's rows."""
+    """Test head dims that are no power of two, and blocks that do not divide a program's rows."""
     check_move(step([2, 1], 3, heads, dim, block, layout=layout, value_dim=value_dim))
 
 
-def test_a_block_as_long_as_the_prompt():
+def test_block_as_long_as_the_prompt():
     check_move(step([1, 1], 1, 2, 128, 150))
 
 
 @pytest.mark.parametrize("kept_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("pages_dtype", [torch.int32, torch.int64])
-def test_tables_of_either_int_in_slices_of_larger_buffers(kept_dtype, pages_dtype):
+def test_tables_may_be_int32_or_int64_slices_of_larger_buffers(kept_dtype, pages_dtype):
     k, v, sources, kept, counts, targets = step([2, 1, 3], 3, 2, 8, 4)
     pad = torch.nn.functional.pad
     sources = pad(sources, (2, 1), value=-1).to(pages_dtype)[:, 2:-1]
@@ -279,19 +283,19 @@ def test_tables_of_either_int_in_slices_of_larger_buffers(kept_dtype, pages_dtyp
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_that_overlap_their_sources(layout):
-    """Row 0 goes onto the pages of row 1 and the other way round: all of it elsewhere first."""
+    """Two rows swap pages through staging pages."""
     k, v, sources, kept, counts, targets = step([3, 2], 3, 2, 8, 4, layout=layout)
     targets[0], targets[1, :2] = sources[1], sources[0, 1:]
     want = moved_row_by_row(k, v, sources, kept, counts, targets)
-    elsewhere = cache(5, 2, 8, 4)
-    places = torch.tensor([[0, 1, 2], [3, 4, -1]])
-    move_kept(k, v, sources, kept, counts, places, into=elsewhere)
-    move_kept(*elsewhere, places, None, counts, targets, into=(k, v))
+    staging = cache(5, 2, 8, 4)
+    staging_pages = torch.tensor([[0, 1, 2], [3, 4, -1]])
+    move_kept(k, v, sources, kept, counts, staging_pages, into=staging)
+    move_kept(*staging, staging_pages, None, counts, targets, into=(k, v))
     assert torch.equal(ints(k), want[0])
     assert torch.equal(ints(v), want[1])
 
 
-def test_nothing_to_move():
+def test_no_rows_and_no_pages_change_nothing():
     k, v = cache(2, 2, 8, 4)
     before = k.clone(), v.clone()
     pages, counts = torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
@@ -302,8 +306,8 @@ def test_nothing_to_move():
     assert same(v, before[1])
 
 
-def test_beyond_two_to_the_31_elements():
-    """Memory that nobody touches is never made, so this costs a few KiB on a CPU."""
+def test_offsets_beyond_two_to_the_31_elements():
+    """A CPU never allocates untouched memory, so this takes a few KiB there."""
     s_page, heads, block, dim = 2**30 + 16, 2, 4, 16
     store = torch.empty(2 * s_page + 4096, dtype=torch.uint8)
     k = store.as_strided((3, heads, dim, block), (s_page, 2 * block * dim, 1, dim))

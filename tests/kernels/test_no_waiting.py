@@ -1,4 +1,4 @@
-"""The host launches kernels and goes on: it reads nothing back and uploads nothing (`waits`)."""
+"""Ops launch kernels without syncing the host: they read and upload nothing (`waits`)."""
 
 import importlib
 import inspect
@@ -35,9 +35,9 @@ from kvcompress_kernels.window_scores import (
 )
 from waits import launches, nothing_uploaded_or_read
 
-pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is computed")
+pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="uses meta tensors")
 
-LAUNCHING = (
+TRITON_MODULES = (
     column_sums_triton,
     key_cosines_triton,
     lag_scores_triton,
@@ -61,14 +61,14 @@ def on_device(*shape, dtype=torch.int32):
 
 
 def pages(dim, dtype=torch.bfloat16):
-    """Pages as FLASH_ATTN stores them: ``[40, Hkv, D, 16]`` keys and ``[40, Hkv, 16, D]``."""
+    """Return keys ``[40, Hkv, D, 16]`` and values ``[40, Hkv, 16, D]`` as in FLASH_ATTN."""
     cache = on_device(2, 40, 16, 2, dim, dtype=dtype)
     return cache[0].permute(0, 2, 3, 1), cache[1].transpose(1, 2)
 
 
 K, V = pages(64)
 QUERY = on_device(32, 8, 64, dtype=torch.bfloat16)
-TABLE = on_device(13, dtype=torch.int64)  # of 200 tokens
+TABLE = on_device(13, dtype=torch.int64)  # pages of 200 tokens
 TABLES = on_device(3, 13, dtype=torch.int64)
 KEPT = on_device(3, 2, 96, dtype=torch.int64)
 COUNTS = on_device(3)
@@ -127,7 +127,8 @@ CALLS = {
         for more in (False, True)
     ],
 }
-BEHIND_AN_OP = {"run", "run_rows", "chunks"}
+LAUNCHERS = {"run", "run_rows", "chunks"}
+"""Functions of the Triton modules that the public ops call."""
 
 
 def functions(module):
@@ -138,17 +139,17 @@ def functions(module):
     }
 
 
-def test_all_that_launches_is_called_here():
-    ops = [found.name for found in iter_modules(kvcompress_kernels.__path__) if found.ispkg]
-    contracts = [importlib.import_module(f"kvcompress_kernels.{op}") for op in ops]
-    public = {name for contract in contracts for name in functions(contract)}
+def test_every_op_is_covered():
+    ops = [module.name for module in iter_modules(kvcompress_kernels.__path__) if module.ispkg]
+    packages = [importlib.import_module(f"kvcompress_kernels.{op}") for op in ops]
+    public = {name for package in packages for name in functions(package)}
     assert set(CALLS) == public
-    for module in LAUNCHING:
-        assert functions(module) <= BEHIND_AN_OP, module
+    for module in TRITON_MODULES:
+        assert functions(module) <= LAUNCHERS, module
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_is_read_or_uploaded(call, launched):
+def test_ops_read_and_upload_nothing(call, launched):
     with nothing_uploaded_or_read():
         CALLS[call]()
     assert launched
@@ -179,7 +180,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_wait_would_be_seen(wait):
+def test_syncs_are_detected(wait):
     with (
         nothing_uploaded_or_read(),
         pytest.raises((AssertionError, NotImplementedError, RuntimeError, TypeError)),
@@ -187,7 +188,7 @@ def test_a_wait_would_be_seen(wait):
         WAITS[wait](on_device(3))
 
 
-def test_what_stays_on_the_device_is_let_through():
+def test_operations_on_the_device_are_allowed():
     x = on_device(3, 4)
     with nothing_uploaded_or_read():
         torch.full((1,), 7, device=x.device)

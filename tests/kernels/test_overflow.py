@@ -1,4 +1,4 @@
-"""In the interpreter, an integer of a kernel that outgrows its type is an error."""
+"""Triton's interpreter raises an error if a kernel's integer overflows its type."""
 
 import os
 
@@ -20,18 +20,18 @@ def _combine(x, out, n, HOW: tl.constexpr):
     tl.store(out, value)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="about the interpreter")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
-    ("how", "start", "least"),
+    ("how", "start", "change"),
     [("add", 2**31 - 9, 9), ("sub", 8 - 2**31, 9), ("mul", 2**30, 2)],
 )
-def test_what_outgrows_its_type_is_an_error(how, start, least):
+def test_integer_overflow_is_an_error(how, start, change):
     x, out = torch.tensor([start, start]), torch.zeros(1, dtype=torch.int64)
-    _combine[(1,)](x, out, least, how)
-    assert out.item() == getattr(start, f"__{how}__")(least)
+    _combine[(1,)](x, out, change, how)
+    assert out.item() == getattr(start, f"__{how}__")(change)
     x = x.int()
     out = torch.zeros(1, dtype=torch.int32)
-    _combine[(1,)](x, out, least - 1, how)
-    assert out.item() == getattr(start, f"__{how}__")(least - 1)
+    _combine[(1,)](x, out, change - 1, how)
+    assert out.item() == getattr(start, f"__{how}__")(change - 1)
     with pytest.raises(Exception, match="OverflowError"):
-        _combine[(1,)](x, out, least, how)
+        _combine[(1,)](x, out, change, how)

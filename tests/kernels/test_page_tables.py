@@ -15,14 +15,14 @@ i32 = torch.int32
 
 
 @pytest.fixture(autouse=True)
-def _tensors_lie_there(device):
+def _default_device(device):
     with device:
         yield
 
 
 @pytest.fixture
 def triton(device):
-    """The kernel itself, where it runs: on a GPU, or in the interpreter."""
+    """Return the Triton module, or skip the test if its kernel cannot run."""
     if not INTERPRETED and device.type == "cpu":
         pytest.skip("needs a GPU or TRITON_INTERPRET=1")
     from kvcompress_kernels.page_tables import triton as page_tables_triton
@@ -31,7 +31,7 @@ def triton(device):
 
 
 def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
-    """A random batch: some rows compressed, tables padded with the null block 0."""
+    """Return a random batch in which some rows are compressed. The null block 0 pads tables."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(torch.initial_seed())
 
     def pick(low, high):
@@ -48,7 +48,7 @@ def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
         lengths[r] = tokens
         if pick(0, 2):
             first[r] = pick(0, tokens // block)
-            table[r, : first[r]] = 0  # those blocks went back to the pool
+            table[r, : first[r]] = 0  # These blocks were freed.
             for layer in range(layers):
                 count[r, layer] = pick(0, int(first[r]))
     capacity = int(count.max()) if capacity is None else capacity
@@ -57,14 +57,14 @@ def batch(rows, layers, width, block, blocks_in_pool=50, capacity=None):
 
 
 def flat_ids(layout, layers, blocks):
-    """docs/architecture.md, The flat page pool: (layer_offset, block_stride)."""
+    """Return (layer_offset, block_stride); see docs/architecture.md, The flat page pool."""
     if layout == "compact":
         return torch.arange(layers, dtype=i32) * blocks, 1
     return torch.arange(layers, dtype=i32), layers
 
 
 def tables_of(table, lengths, packed, count, first, layer_offset, stride, block, *, op=page_tables):
-    """The op, with a slot for each row and buffers of just this batch, zeroed as they must be."""
+    """Run the op with one slot per row and zeroed buffers of the batch's size."""
     (rows, width), layers = table.shape, len(layer_offset)
     out, out_lengths = (
         torch.zeros(layers, rows, width, dtype=i32),
@@ -89,7 +89,7 @@ def tables_of(table, lengths, packed, count, first, layer_offset, stride, block,
 
 
 def check(case, layer_offset, stride, block):
-    """Compare with the definition; behind a length a table names what its row owns."""
+    """Compare with the reference. Past a length, a table may only refer to the row's own pages."""
     table = case[0]
     before = [x.clone() for x in case]
     got, got_lengths = tables_of(*case, layer_offset, stride, block)
@@ -115,16 +115,16 @@ def check(case, layer_offset, stride, block):
     st.integers(0, 2**31 - 1),
     st.integers(0, 20),
 )
-def test_equals_the_loops(rows, layers, width, block, layout, seed, spare):
-    """With room in `packed` that no row uses, also past the width of the table."""
+def test_random_batches_match_the_reference(rows, layers, width, block, layout, seed, spare):
+    """`packed` has `spare` unused columns, possibly past the width of the table."""
     torch.manual_seed(seed)
     case = batch(rows, layers, width, block)
     case = (*case[:2], torch.nn.functional.pad(case[2], (0, spare), value=-7), *case[3:])
     check(case, *flat_ids(layout, layers, 50), block)
 
 
-def test_by_hand():
-    # 70 tokens in blocks of 16: 4 full blocks became 2 and 1 pages; block 9 is the tail
+def test_hand_computed_example():
+    # 70 tokens in blocks of 16: 4 full blocks became 2 pages and 1 page, and block 9 is the tail.
     table = torch.tensor([[0, 0, 0, 0, 9, 0]], dtype=i32)
     case = (
         table,
@@ -144,8 +144,8 @@ def test_by_hand():
 
 @pytest.mark.parametrize("layout", ["compact", "outermost"])
 @pytest.mark.parametrize("capacity", [0, 3])
-def test_uncompressed_rows_read_what_vllm_wrote(layout, capacity):
-    """Whatever `packed` holds."""
+def test_uncompressed_rows_keep_vllms_blocks(layout, capacity):
+    """Their entries in `packed` are ignored."""
     table = torch.randint(0, 50, (4, 6), dtype=i32)
     lengths = torch.tensor([1, 16, 17, 96], dtype=i32)
     packed = torch.full((4, 3, capacity), 999, dtype=i32)
@@ -158,7 +158,7 @@ def test_uncompressed_rows_read_what_vllm_wrote(layout, capacity):
     assert torch.equal(got_lengths, lengths.expand(3, 4))
 
 
-def test_nothing_kept_but_the_tail():
+def test_only_the_tail_is_kept():
     table = torch.tensor([[0, 0, 5, 6]], dtype=i32)
     case = (
         table,
@@ -172,7 +172,7 @@ def test_nothing_kept_but_the_tail():
     assert lengths.tolist() == [[18], [18]]
 
 
-def test_all_pages_kept_in_a_full_table():
+def test_all_pages_are_kept_in_a_full_table():
     case = (
         torch.zeros(1, 3, dtype=i32),
         torch.tensor([48], dtype=i32),
@@ -185,16 +185,16 @@ def test_all_pages_kept_in_a_full_table():
     assert lengths.tolist() == [[48]]
 
 
-def test_slices_of_persistent_buffers():
-    """vLLM hands out views of larger buffers."""
+def test_inputs_may_be_slices_of_larger_buffers():
+    """vLLM passes views of larger buffers."""
     table, lengths, packed, count, first = batch(3, 2, 6, 16)
     wide = torch.full((8, 20), 77, dtype=i32)
     wide[:3, :6] = table
-    held = torch.full((8, 2, 30), 88, dtype=i32)
-    held[:3, :, : packed.shape[2]] = packed
+    pool = torch.full((8, 2, 30), 88, dtype=i32)
+    pool[:3, :, : packed.shape[2]] = packed
     offset, stride = flat_ids("outermost", 2, 50)
     one = tables_of(table, lengths, packed, count, first, offset, stride, 16)
-    views = wide[:3, :6], lengths, held[:3, :, : packed.shape[2]], count, first
+    views = wide[:3, :6], lengths, pool[:3, :, : packed.shape[2]], count, first
     two = check(views, offset, stride, 16)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
@@ -214,18 +214,20 @@ STALE = -5
 
 
 def into(case, layer_offset, stride, block, *, live, rows, width, slots=None):
-    """The op into buffers that hold `STALE`; the compression state of the rows lies in `slots`."""
+    """Run the op on buffers that hold `STALE`, with the rows' compression state in random slots."""
     table, lengths, packed, count, first = case
-    here = len(table)
-    slots = torch.randperm(here + 3)[:here].int() if slots is None else slots
-    held = [torch.full((here + 3, *x.shape[1:]), 77, dtype=i32) for x in (packed, count, first)]
-    for pool, x in zip(held, (packed, count, first), strict=True):
+    batch_size = len(table)
+    slots = torch.randperm(batch_size + 3)[:batch_size].int() if slots is None else slots
+    state = packed, count, first
+    pools = [torch.full((batch_size + 3, *x.shape[1:]), 77, dtype=i32) for x in state]
+    for pool, x in zip(pools, state, strict=True):
         pool[slots.long()] = x
     layers = len(layer_offset)
     out = torch.full((layers, rows, width), STALE, dtype=i32)
     out_lengths = torch.full((layers, rows), STALE, dtype=i32)
     scalar = torch.tensor(live, dtype=i32)
-    page_tables(table, lengths, *held, layer_offset, stride, block, slots, scalar, out, out_lengths)
+    sizes = layer_offset, stride, block
+    page_tables(table, lengths, *pools, *sizes, slots, scalar, out, out_lengths)
     return out, out_lengths
 
 
@@ -247,8 +249,8 @@ def check_into(out, out_lengths, case, layer_offset, stride, block, live):
 @pytest.mark.parametrize("layout", ["compact", "outermost"])
 @pytest.mark.parametrize("live", [0, 1, 3, 5])
 @pytest.mark.parametrize(("layers", "width"), [(1, 7), (3, 128), (9, 300)])
-def test_rows_are_the_references(layout, live, layers, width):
-    """Also with buffers of more rows and columns than the step has."""
+def test_live_rows_match_the_reference(layout, live, layers, width):
+    """The buffers have more rows and columns than the batch."""
     case = batch(5, layers, width - 2, 16, blocks_in_pool=400)
     ids = *flat_ids(layout, layers, 400), 16
     out = into(case, *ids, live=live, rows=7, width=width)
@@ -256,8 +258,8 @@ def test_rows_are_the_references(layout, live, layers, width):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_buffers_narrower_than_vllms_table(seed):
-    """As wide as what layers hold, of sequences that are longer than the pool."""
+def test_buffers_may_be_narrower_than_vllms_table(seed):
+    """The buffers are as wide as the layers' tables, and the sequences are longer."""
     torch.manual_seed(seed)
     table = torch.stack([torch.randperm(399)[:300].int() + 1 for _ in range(4)])
     lengths = torch.tensor([4800, 4787, 3000, 1], dtype=i32)
@@ -270,17 +272,17 @@ def test_buffers_narrower_than_vllms_table(seed):
     check_into(*out, case, *ids, 4)
 
 
-def test_no_row_is_longer_than_its_table():
-    """A dummy batch of the longest sequence, which the pool cannot hold."""
-    table, nothing = torch.zeros(2, 300, dtype=i32), torch.zeros(2, dtype=i32)
+def test_lengths_are_limited_to_the_buffers_width():
+    """A dummy batch may use the maximum sequence length with a pool that cannot hold it."""
+    table, no_blocks = torch.zeros(2, 300, dtype=i32), torch.zeros(2, dtype=i32)
     case = table, torch.tensor([4800, 481], dtype=i32), torch.zeros(2, 3, 4, dtype=i32)
-    case = *case, torch.zeros(2, 3, dtype=i32), nothing
+    case = *case, torch.zeros(2, 3, dtype=i32), no_blocks
     _, lengths = into(case, *flat_ids("compact", 3, 400), 16, live=2, rows=3, width=30)
     assert lengths.tolist() == [[480, 480, 0]] * 3
 
 
-def test_without_splitting_the_columns(triton, monkeypatch):
-    """As in a grid that is full of rows already."""
+def test_one_program_may_write_all_columns(triton, monkeypatch):
+    """A grid with enough rows does not split the columns."""
     monkeypatch.setattr(triton, "PROGRAMS", 1)
     case = batch(4, 2, 300, 16, blocks_in_pool=400)
     ids = *flat_ids("compact", 2, 400), 16
@@ -288,7 +290,7 @@ def test_without_splitting_the_columns(triton, monkeypatch):
     check_into(*out, case, *ids, 3)
 
 
-def test_uncompressed_requests_share_a_slot():
+def test_uncompressed_requests_may_share_a_slot():
     table = torch.randint(1, 50, (3, 6), dtype=i32)
     lengths = torch.tensor([1, 33, 96], dtype=i32)
     empty = torch.zeros(1, 2, 4, dtype=i32), torch.zeros(1, 2, dtype=i32), torch.zeros(1, dtype=i32)
@@ -300,7 +302,7 @@ def test_uncompressed_requests_share_a_slot():
     assert torch.equal(out_lengths, lengths.expand(2, 3))
 
 
-def test_into_slices_of_larger_buffers():
+def test_outputs_may_be_slices_of_larger_buffers():
     case = batch(3, 2, 6, 16)
     ids = *flat_ids("compact", 2, 50), 16
     out, out_lengths = torch.full((2, 8, 20), STALE, dtype=i32), torch.zeros(2, 8, dtype=i32)
@@ -313,19 +315,19 @@ def test_into_slices_of_larger_buffers():
 
 
 def test_inside_a_cuda_graph(gpu):
-    """Captured with one row; replayed for whatever the inputs hold by then."""
+    """Capture with one row, then replay with other inputs and numbers of rows."""
     ids = *flat_ids("compact", 2, 400), 16
     case = batch(4, 2, 200, 16, blocks_in_pool=400, capacity=200)
     slots, live = torch.arange(4, dtype=i32), torch.tensor(1, dtype=i32)
     out, out_lengths = torch.zeros(2, 4, 200, dtype=i32), torch.zeros(2, 4, dtype=i32)
-    page_tables(*case, *ids, slots, live, out, out_lengths)  # compiles
+    page_tables(*case, *ids, slots, live, out, out_lengths)  # compiles the kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         page_tables(*case, *ids, slots, live, out, out_lengths)
     for rows in (4, 2):
         torch.manual_seed(rows)
-        for held, fresh in zip(case, batch(4, 2, 200, 16, 400, 200), strict=True):
-            held.copy_(fresh)
+        for tensor, replacement in zip(case, batch(4, 2, 200, 16, 400, 200), strict=True):
+            tensor.copy_(replacement)
         live.fill_(rows)
         out.fill_(STALE)
         graph.replay()

@@ -1,4 +1,4 @@
-"""What the ops are compared with is what docs/methods.md says (`methods_reference`)."""
+"""The ops' references against the definitions in docs/methods.md (`methods_reference`)."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SCALE = DIM**-0.5
 
 @pytest.fixture(scope="module")
 def prompt():
-    """Queries, keys and values ``[H, S, D]`` as arrays."""
+    """Return queries, keys and values ``[H, S, D]`` as numpy arrays."""
     rng = np.random.RandomState(3)
     return [
         rng.standard_normal((heads, TOKENS, DIM)).astype(np.float32).astype(np.float64)
@@ -30,7 +30,7 @@ def prompt():
 
 @pytest.fixture(scope="module")
 def cache(prompt):
-    """Key pages, value pages and the prompt's pages."""
+    """Return the key pages, the value pages and the prompt's pages."""
     k, v = (torch.from_numpy(x) for x in prompt[1:])
     keys, pages = paged_keys(k, 16)
     return keys, paged_values(v, 16)[0], pages
@@ -40,7 +40,7 @@ def rows(q, count):
     return torch.from_numpy(q[:, TOKENS - count :]).float().transpose(0, 1)
 
 
-def close(found, exact, **tolerance):
+def assert_close(found, exact, **tolerance):
     np.testing.assert_allclose(found, exact, **{"rtol": 1e-5, "atol": 1e-7, **tolerance})
 
 
@@ -48,24 +48,24 @@ def close(found, exact, **tolerance):
 def test_attention(prompt, cache, sinks):
     q, k, _ = prompt
     keys, _, pages = cache
-    given = None if sinks is None else torch.from_numpy(sinks).float()
+    sink_logits = None if sinks is None else torch.from_numpy(sinks).float()
     a = methods.attention(methods.with_sinks(q, sinks), k, range(TOKENS))
     a[np.isnan(a)] = 0
-    got = column_sums.run(rows(q, TOKENS), keys, pages, TOKENS, SCALE, given)
-    close(got, a.sum(1))
+    got = column_sums.run(rows(q, TOKENS), keys, pages, TOKENS, SCALE, sink_logits)
+    assert_close(got, a.sum(1))
     a, past = a[:, -W:], TOKENS - W
-    got = window_scores.run(rows(q, W), keys, pages, TOKENS, SCALE, True, True, sinks=given)
+    got = window_scores.run(rows(q, W), keys, pages, TOKENS, SCALE, True, True, sinks=sink_logits)
     before = a[..., :past]
-    close(got.total, before.sum(1))
-    close(got.recent, a[..., past:].sum(1))
-    close(got.last, a[:, -1])
-    close(got.maximum, a.max(1))
-    close(got.variance, before.var(1, ddof=1))
-    close(got.shift, before.var(1, ddof=1).sum())
-    close(got.entropy, -(before * np.log(before)).sum())
-    got = window_scores.run(rows(q, W), keys, pages, TOKENS, SCALE, False, True, True, given)
+    assert_close(got.total, before.sum(1))
+    assert_close(got.recent, a[..., past:].sum(1))
+    assert_close(got.last, a[:, -1])
+    assert_close(got.maximum, a.max(1))
+    assert_close(got.variance, before.var(1, ddof=1))
+    assert_close(got.shift, before.var(1, ddof=1).sum())
+    assert_close(got.entropy, -(before * np.log(before)).sum())
+    got = window_scores.run(rows(q, W), keys, pages, TOKENS, SCALE, False, True, True, sink_logits)
     pooled = np.stack([[methods.pooled_row(row) for row in head] for head in before])
-    close(got.maximum, np.concatenate([pooled.max(1), a[..., past:].max(1)], -1))
+    assert_close(got.maximum, np.concatenate([pooled.max(1), a[..., past:].max(1)], -1))
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -81,16 +81,18 @@ def test_values(prompt, cache, fast, reduce):
                 o = v[g].mean(0) if fast else row @ v[g]
                 parts.append(row[j] / (1 - row[j]) * np.linalg.norm(o - v[g, j]))
             want[g, j] = np.mean(parts) if reduce == "mean" else np.linalg.norm(parts)
-    close(value_scores.run(h, values, pages, TOKENS, fast, reduce), want)
-    close(value_norms.run(values, pages, TOKENS), np.abs(v).sum(-1))
+    assert_close(value_scores.run(h, values, pages, TOKENS, fast, reduce), want)
+    assert_close(value_norms.run(values, pages, TOKENS), np.abs(v).sum(-1))
 
 
 def test_keys(prompt, cache):
     _, k, v = prompt
     keys, values, pages = cache
-    close(key_cosines.run(keys, pages, TOKENS), -methods.keydiff(None, k, None, 0), atol=1e-6)
+    assert_close(
+        key_cosines.run(keys, pages, TOKENS), -methods.keydiff(None, k, None, 0), atol=1e-6
+    )
     parts = (TOKENS - 4) // 16 - 1
-    close(lag_scores.run(keys, values, pages, parts, 4, 16), methods.lag_scores(k, v, 4, 16))
+    assert_close(lag_scores.run(keys, values, pages, parts, 4, 16), methods.lag_scores(k, v, 4, 16))
 
 
 @pytest.mark.parametrize("values_only", [False, True])
@@ -117,5 +119,5 @@ def test_merging(prompt, cache, values_only, tau):
     for head in range(KV_HEADS):
         one = k[head], v[head], kept[head].tolist()
         want = methods.merge(*one, values_only=values_only, threshold=tau)
-        close(got.keys[0, head], want[0])
-        close(got.values[0, head], want[1])
+        assert_close(got.keys[0, head], want[0])
+        assert_close(got.values[0, head], want[1])

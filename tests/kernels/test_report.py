@@ -1,4 +1,4 @@
-"""Kernels compiled for NVIDIA GPUs, without one: no spills, no lost 16-byte loads."""
+"""The kernel report: it compiles for NVIDIA GPUs without having one, and finds regressions."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels do not compile")
-def test_every_kernel_compiles_for_hopper_as_the_committed_table_says():
+def test_kernels_compile_for_hopper_as_in_the_committed_table():
     line = [sys.executable, "-m", "kvcompress_kernels.report_triton", "--sm", "90", "--once"]
     done = subprocess.run(
         [*line, "--check", "kernels/compiled.md"],
@@ -35,7 +35,7 @@ def made(registers):
 NOW = section("3.9.0", (80, 90), {"fold": {80: made(30), 90: made(32)}, "fp8": {90: made(40)}})
 
 
-def test_a_table_is_read_back_without_what_is_not_built():
+def test_table_is_parsed_without_missing_builds():
     assert numbers(NOW) == {
         ("fold", 80): ("30", "0", "0", "4", "0", "64"),
         ("fold", 90): ("32", "0", "0", "4", "0", "64"),
@@ -48,20 +48,20 @@ def test_a_table_is_read_back_without_what_is_not_built():
 
 
 @pytest.mark.parametrize(
-    ("then", "said"),
+    ("then", "expected"),
     [
         ({"fold": {90: made(32)}, "fp8": {90: made(40)}}, []),
         ({"fold": {90: made(33)}, "fp8": {90: made(40)}}, ["fold, sm_90: 32, 0"]),
         ({"fp8": {90: made(40)}}, ["fold, sm_90: 32, 0"]),
     ],
 )
-def test_differences_are_told_by_build_and_architecture(then, said):
+def test_differences_name_build_and_architecture(then, expected):
     part = section("3.9.0", (90,), {"fold": {90: made(32)}, "fp8": {90: made(40)}})
     found = differences(part, section("3.9.0", (80, 90), then), gone=True)
-    assert [line[: len(said[0])] for line in found] == said
+    assert [line[: len(expected[0])] for line in found] == expected
 
 
-def test_a_triton_without_a_table_is_said():
+def test_missing_table_is_reported():
     assert "no table by this Triton" in differences(NOW, "", gone=True)[0]
 
 
@@ -75,7 +75,7 @@ def test_a_triton_without_a_table_is_said():
         ({"shared": 228 << 10}, "bytes of shared memory"),
     ],
 )
-def test_what_the_compiler_must_not_make(change, fault):
+def test_compiler_faults_are_reported(change, fault):
     from kvcompress_kernels.report_triton import faults, named
 
     build = named(90)["window_scores plain D128 w32"]
@@ -84,7 +84,7 @@ def test_what_the_compiler_must_not_make(change, fault):
     assert found == [] if fault is None else fault in found[0]
 
 
-def test_a_build_that_is_gone_counts_if_all_were_built():
+def test_missing_build_is_reported_if_all_were_built():
     part = section("3.9.0", (90,), {"fold": {90: made(32)}})
     assert differences(part, NOW, gone=False) == []
     assert differences(part, NOW, gone=True) == [

@@ -1,4 +1,4 @@
-"""Selection on the device against plain sorts, row by row."""
+"""`select` and `select_chunks` against a sort of each row."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def rows(kind, count, width):
     return ODD[torch.randint(0, len(ODD), (count, width))]
 
 
-def padded(kept, most):
-    return [*kept, *[-1] * (most - len(kept))]
+def padded(kept, width):
+    return [*kept, *[-1] * (width - len(kept))]
 
 
 def top(row, keep):
@@ -33,7 +33,7 @@ def top(row, keep):
 
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
 @pytest.mark.parametrize("width", [1, 37, 1500])
-def test_rows_equal_a_sort(kind, width):
+def test_rows_match_a_sort(kind, width):
     scores = rows(kind, 5, width)
     columns = ints(width, width, width // 2, 0, width)
     keep = ints(width // 3, width + 5, width // 4, 3, -1)
@@ -44,8 +44,8 @@ def test_rows_equal_a_sort(kind, width):
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
-def test_protected_columns_count(kind):
-    """The protected ones are kept first; the others are the best between them."""
+def test_first_and_last_columns_are_kept(kind):
+    """They are kept before the best of the columns between them."""
     scores = rows(kind, 3, 60)
     columns, keep, num_first, num_last = (
         ints(60, 60, 60),
@@ -64,7 +64,7 @@ def test_protected_columns_count(kind):
 @pytest.mark.parametrize("kind", ["random", "ties", "odd"])
 @pytest.mark.parametrize("size", [1, 4, 10, 70])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_chunks_equal_a_sort(kind, size, heads):
+def test_chunks_match_a_sort(kind, size, heads):
     scores = rows(kind, 4, 61)
     groups = 4 // heads
     columns, keep = ints(61, 47, 61, 0)[:groups], ints(22, 13, 61, 5)[:groups]
@@ -74,8 +74,8 @@ def test_chunks_equal_a_sort(kind, size, heads):
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
 @pytest.mark.parametrize("size", [1, 7])
-def test_many_chunks_equal_a_sort(kind, size):
-    """More of them than the kernel looks at together, before and behind the threshold."""
+def test_many_chunks_match_a_sort(kind, size):
+    """Test more chunks than one tile of the kernel holds, above and below the threshold."""
     scores = rows(kind, 1, 2500)
     for keep in (300, 1801):
         got = select_chunks(scores, ints(2500), ints(keep), keep, size=size)
@@ -83,19 +83,19 @@ def test_many_chunks_equal_a_sort(kind, size):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("count", "width", "most"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
-def test_nothing_to_choose_from(count, width, most):
-    scores, few = torch.zeros(count, width), torch.full((count,), width, dtype=torch.int32)
+@pytest.mark.parametrize(("count", "width", "max_kept"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
+def test_no_rows_columns_or_positions(count, width, max_kept):
+    scores, columns = torch.zeros(count, width), torch.full((count,), width, dtype=torch.int32)
     keep = torch.zeros(count, dtype=torch.int32)
     for got in (
-        select(scores, few, keep, most, num_first=1, num_last=1),
-        select_chunks(scores, few, keep, most, size=4),
+        select(scores, columns, keep, max_kept, num_first=1, num_last=1),
+        select_chunks(scores, columns, keep, max_kept, size=4),
     ):
-        assert got.tolist() == [[-1] * most] * count
+        assert got.tolist() == [[-1] * max_kept] * count
 
 
-def test_rows_of_a_wider_buffer():
-    """What lies beyond a row's columns is infinite, and counts for nothing."""
+def test_columns_past_a_row_are_ignored():
+    """The buffer holds inf past each row's columns."""
     buffer = torch.full((3, 50), torch.inf)
     buffer[:, 5:25] = rows("random", 3, 20)
     scores, columns = buffer[:, 5:40], ints(20, 20, 20)
@@ -104,20 +104,20 @@ def test_rows_of_a_wider_buffer():
     assert select_chunks(scores, columns, ints(8, 8, 8), 8, size=1).tolist() == want
 
 
-def test_the_width_bounds_what_is_kept():
+def test_max_kept_limits_the_positions():
     assert select(torch.arange(9.0)[None], ints(9), ints(7), 2).tolist() == [[7, 8]]
 
 
-def test_columns_of_all_rows():
+def test_columns_may_be_one_number_for_all_rows():
     scores = rows("ties", 4, 30)
     assert torch.equal(
         select(scores, 25, ints(7, 8, 9, 1), 9),
         select(scores, ints(*[25] * 4), ints(7, 8, 9, 1), 9),
     )
-    given = dict(size=4, heads=2)
+    options = dict(size=4, heads=2)
     assert torch.equal(
-        select_chunks(scores, 25, ints(7, 8), 9, **given),
-        select_chunks(scores, ints(25, 25), ints(7, 8), 9, **given),
+        select_chunks(scores, 25, ints(7, 8), 9, **options),
+        select_chunks(scores, ints(25, 25), ints(7, 8), 9, **options),
     )
 
 

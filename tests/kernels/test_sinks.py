@@ -1,4 +1,4 @@
-"""A sink is one more logit in every row's softmax, of no key: the others' shares follow from it."""
+"""Attention sinks: an extra logit in every row's softmax without a key."""
 
 import math
 import os
@@ -15,14 +15,15 @@ from paging import paged_keys
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
-# next to nothing, about a key, nearly all of a row; and logits at which exp would overflow
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 SINKS = [-40.0, 0.7, 9.0, 2.5, 0.0, -3.0]
+"""Sinks that take almost nothing, about as much as a key, or almost all of a row."""
 SCALES = {"usual": 1.0, "huge": 300.0}
+"""Factors on all logits. With 300, `exp` without subtracting the maximum would overflow."""
 
 
 def layer(tokens, heads, kv_heads, dim, seed, scale):
-    """Query ``[Hq, S, D]`` with sinks, and keys, in float64; the sinks in float32."""
+    """Return float64 queries ``[Hq, S, D]`` with sinks, float64 keys and float32 sinks."""
     rng = np.random.RandomState(seed)
     q = rng.standard_normal((heads, tokens, dim)) * scale
     k = rng.standard_normal((kv_heads, tokens, dim))
@@ -37,16 +38,16 @@ def as_float(x):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("tokens", "w"), [(70, 8), (37, 36), (1100, 5)])
-def test_a_window_with_sinks(tokens, w, scale):
-    """Every result, the pooled maximum for one, which rows it gives back what falls off."""
+def test_window_scores_with_sinks(tokens, w, scale):
+    """Every result matches, including the pooled maximum, whose rows keep their sums."""
     heads, kv_heads, dim = 6, 2, 16
     q, k, sinks = layer(tokens, heads, kv_heads, dim, 5, SCALES[scale])
     view, pages = paged_keys(as_float(k), 16)
     a = ref.attention(q, k, range(tokens - w, tokens))
-    asked = as_float(q[:, tokens - w :]).transpose(0, 1)
+    queries = as_float(q[:, tokens - w :]).transpose(0, 1)
     for pooled in (False, True) if scale == "usual" else (False,):
         got = window_scores(
-            asked,
+            queries,
             view,
             pages,
             tokens,
@@ -73,31 +74,31 @@ def test_a_window_with_sinks(tokens, w, scale):
                 getattr(got, name).double(),
                 torch.from_numpy(np.asarray(exact)),
                 msg=name,
-                **(close if scale == "usual" else {"rtol": 2e-3, "atol": 2e-5}),
+                **(TOLERANCE if scale == "usual" else {"rtol": 2e-3, "atol": 2e-5}),
             )
 
 
-def test_rows_of_other_lengths_have_sinks_of_their_own():
-    """Two layers of two requests; a sink of minus infinity is none, bit for bit."""
-    heads, kv_heads, dim, w, most = 4, 2, 16, 5, 90
+def test_rows_of_different_lengths_use_their_own_sinks():
+    """Test two layers of two requests. A sink of minus infinity equals no sink bit for bit."""
+    heads, kv_heads, dim, w, max_tokens = 4, 2, 16, 5, 90
     lengths = [90, 41, 64, 17]
-    views, pages, asked, sinks, used = [], [], [], [], 0
+    views, pages, queries, sinks, used = [], [], [], [], 0
     for row, tokens in enumerate(lengths):
-        q, k, own = layer(tokens, heads, kv_heads, dim, row, 1.0)
+        q, k, row_sinks = layer(tokens, heads, kv_heads, dim, row, 1.0)
         view, page = paged_keys(as_float(k), 16, seed=row)
-        table = torch.zeros(-(-most // 16), dtype=torch.int64)
+        table = torch.zeros(-(-max_tokens // 16), dtype=torch.int64)
         table[: len(page)] = page + used
         used += len(view)
         views.append(view)
         pages.append(table)
-        asked.append(as_float(q[:, tokens - w :]).transpose(0, 1))
-        sinks.append(own + row)
-    rows = torch.stack(asked), torch.cat(views), torch.stack(pages), most, 0.25
-    how = {"lengths": torch.tensor(lengths, dtype=torch.int32), "variance": False}
-    got = window_scores_of_rows(*rows, **how, sinks=torch.stack(sinks))
+        queries.append(as_float(q[:, tokens - w :]).transpose(0, 1))
+        sinks.append(row_sinks + row)
+    rows = torch.stack(queries), torch.cat(views), torch.stack(pages), max_tokens, 0.25
+    options = {"lengths": torch.tensor(lengths, dtype=torch.int32), "variance": False}
+    got = window_scores_of_rows(*rows, **options, sinks=torch.stack(sinks))
     for row, tokens in enumerate(lengths):
         alone = window_scores(
-            asked[row],
+            queries[row],
             rows[1],
             pages[row][: -(-tokens // 16)],
             tokens,
@@ -108,31 +109,31 @@ def test_rows_of_other_lengths_have_sinks_of_their_own():
         assert torch.equal(got.total[row, :, : tokens - w], alone.total)
         assert torch.equal(got.last[row, :, :tokens], alone.last)
     none = torch.full((len(lengths), heads), -math.inf)
-    without, with_none = (window_scores_of_rows(*rows, **how, sinks=s) for s in (None, none))
+    without, with_none = (window_scores_of_rows(*rows, **options, sinks=s) for s in (None, none))
     assert torch.equal(with_none.total, without.total)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("tokens", "count"), [(70, 70), (131, 7), (1, 1), (200, 129)])
 def test_column_sums_with_sinks(tokens, count, scale, monkeypatch):
-    """Of keys that are read at once, and span by span."""
+    """Test keys that are read at once, and keys that are read in spans."""
     heads, kv_heads, dim = 6, 2, 16
     q, k, sinks = layer(tokens, heads, kv_heads, dim, 7, SCALES[scale])
     view, pages = paged_keys(as_float(k), 16)
     want = ref.attention(q, k, range(tokens - count, tokens)).sum(1)
     rows = as_float(q[:, tokens - count :]).transpose(0, 1)
-    # Triton's kernels have no such tiles.
+    # The Triton kernels do not read spans of `KEYS` bytes.
     for keys in (24 << 20,) if INTERPRETED else (24 << 20, 64 * 8 * kv_heads * dim):
         monkeypatch.setattr("kvcompress_kernels.column_sums.cpu.KEYS", keys)
         got = column_sums(rows, view, pages, tokens, dim**-0.5, sinks)
         torch.testing.assert_close(
             got.double(),
             torch.from_numpy(np.asarray(want)),
-            **(close if scale == "usual" else {"rtol": 2e-3, "atol": 2e-5}),
+            **(TOLERANCE if scale == "usual" else {"rtol": 2e-3, "atol": 2e-5}),
         )
 
 
-def test_sinks_of_another_shape_are_refused():
+def test_sinks_are_checked():
     q, k, sinks = layer(40, 4, 2, 8, 1, 1.0)
     view, pages = paged_keys(as_float(k), 16)
     rows = as_float(q[:, 32:]).transpose(0, 1)

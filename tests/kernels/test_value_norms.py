@@ -4,11 +4,11 @@ import torch
 
 from kvcompress_kernels.value_norms import cpu as value_norms_cpu
 from kvcompress_kernels.value_norms import reference, value_norms
-from paging import Largest, paged_values
+from paging import LargestStorage, paged_values
 
 pytestmark = pytest.mark.gpu
 
-close = {"rtol": 1e-5, "atol": 1e-6}
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def random(kv_heads, tokens, dim, *, seed=0):
@@ -16,13 +16,13 @@ def random(kv_heads, tokens, dim, *, seed=0):
     return torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim)))
 
 
-def compare(v, block=16, **how):
-    asked = *paged_values(v, block, **how), v.shape[1]
-    got = value_norms(*asked)
+def compare(v, block=16, **kwargs):
+    arguments = *paged_values(v, block, **kwargs), v.shape[1]
+    got = value_norms(*arguments)
     assert got.shape == v.shape[:2]
     assert got.dtype == torch.float32
     assert got.is_contiguous()
-    torch.testing.assert_close(got, reference.run(*asked), **close)
+    torch.testing.assert_close(got, reference.run(*arguments), **TOLERANCE)
     return got
 
 
@@ -32,7 +32,7 @@ def test_equal_values_have_equal_norms():
     assert (got == got[:, :1]).all()
 
 
-def test_the_sign_does_not_count_and_nothing_is_nothing():
+def test_sign_is_ignored_and_zero_has_norm_zero():
     v = torch.tensor([[[1.0, -2.0], [-1.0, 2.0], [0.0, -0.0]]])
     assert compare(v)[0].tolist() == [3.0, 3.0, 0.0]
 
@@ -44,24 +44,24 @@ def test_large_values_of_narrow_dtypes_do_not_overflow():
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("tile", [1, 4000])
-def test_tiles_change_nothing(tile, monkeypatch):
+def test_tile_size_does_not_matter(tile, monkeypatch):
     v = random(2, 100, 8)
-    whole = compare(v)
+    expected = compare(v)
     monkeypatch.setattr(value_norms_cpu, "TILE", tile)
-    assert torch.equal(compare(v), whole)
+    assert torch.equal(compare(v), expected)
 
 
 @pytest.mark.cpu
-def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
+def test_cpu_code_holds_one_tile_besides_its_result(monkeypatch):
     monkeypatch.setattr(value_norms_cpu, "TILE", 1 << 14)
     v = paged_values(torch.zeros(1, 20000, 4), 16)
-    with Largest() as largest:
+    with LargestStorage() as largest:
         value_norms_cpu.run(*v, 20000)
     assert largest.size == 20000 * 4
 
 
 @pytest.mark.parametrize(
-    ("pages", "table", "tokens", "told"),
+    ("pages", "table", "tokens", "message"),
     [
         (torch.zeros(3, 2, 16), 3, 40, r"value_pages must be \[N, Hkv, bs, D\]"),
         (torch.zeros(3, 2, 16, 8, dtype=torch.uint8), 3, 40, "view a quantised cache as its"),
@@ -69,6 +69,6 @@ def test_the_cpu_form_holds_one_tile_beside_its_result(monkeypatch):
         (torch.zeros(3, 2, 16, 8), 2, 40, r"pages must be \[3\]; got \(2,\)"),
     ],
 )
-def test_what_is_refused(pages, table, tokens, told):
-    with pytest.raises(ValueError, match=f"value_norms: .*{told}"):
+def test_invalid_arguments_are_rejected(pages, table, tokens, message):
+    with pytest.raises(ValueError, match=f"value_norms: .*{message}"):
         value_norms(pages, torch.arange(table), tokens)

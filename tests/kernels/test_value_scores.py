@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from kvcompress_kernels.value_scores import cpu as value_scores_cpu
 from kvcompress_kernels.value_scores import reference, value_scores, value_scores_of_rows
-from paging import Largest, paged_values
+from paging import LargestStorage, paged_values
 
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 25)
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def brute(h, v):
-    """Change of ``h @ v`` as each token alone is dropped and the rest renormalised: ``[S, d]``."""
+    """Return the change of ``h @ v``, ``[S, d]``, when one token is dropped and h renormalised."""
     change = []
     for j in range(len(h)):
         rest = np.delete(h, j)
@@ -27,21 +27,21 @@ def brute(h, v):
 
 
 def random(heads, kv_heads, tokens, dim, *, seed=0, sharpness=1.5):
-    """Attention rows ``[Hq, S]`` and values ``[Hkv, S, d]``."""
+    """Return random attention rows ``[Hq, S]`` and values ``[Hkv, S, d]``."""
     rng = np.random.RandomState(seed)
     h = torch.from_numpy(sharpness * rng.standard_normal((heads, tokens))).softmax(-1)
     return h.float(), torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim)))
 
 
-def score(h, v, block=16, *, fast=False, reduce="mean", **how):
-    return value_scores(h, *paged_values(v, block, **how), v.shape[1], fast=fast, reduce=reduce)
+def score(h, v, block=16, *, fast=False, reduce="mean", **options):
+    return value_scores(h, *paged_values(v, block, **options), v.shape[1], fast=fast, reduce=reduce)
 
 
-def compare(h, v, block=16, *, fast=False, reduce="mean", **how):
-    asked = h, *paged_values(v, block, **how), v.shape[1]
-    got = value_scores(*asked, fast=fast, reduce=reduce)
+def compare(h, v, block=16, *, fast=False, reduce="mean", **options):
+    arguments = h, *paged_values(v, block, **options), v.shape[1]
+    got = value_scores(*arguments, fast=fast, reduce=reduce)
     assert got.shape == v.shape[:2]
-    torch.testing.assert_close(got, reference.run(*asked, fast, reduce), **close)
+    torch.testing.assert_close(got, reference.run(*arguments, fast, reduce), **TOLERANCE)
     return got
 
 
@@ -51,7 +51,7 @@ def compare(h, v, block=16, *, fast=False, reduce="mean", **how):
 )
 @pytest.mark.parametrize("block", [1, 7, 32, "S"])
 @pytest.mark.parametrize(("fast", "reduce"), [(False, "mean"), (True, "l2")])
-def test_shapes_of_the_spec(heads, kv_heads, tokens, dim, block, fast, reduce):
+def test_shapes_match_the_reference(heads, kv_heads, tokens, dim, block, fast, reduce):
     h, v = random(heads, kv_heads, tokens, dim, seed=tokens)
     compare(h, v, tokens if block == "S" else block, fast=fast, reduce=reduce)
 
@@ -60,7 +60,7 @@ def test_shapes_of_the_spec(heads, kv_heads, tokens, dim, block, fast, reduce):
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
 def test_dtypes_and_strides(fast, interleave, dtype):
-    """By the pairs of a mean and a reduction that the shapes leave out."""
+    """Test the combinations of `fast` and `reduce` that the shape test leaves out."""
     reduce = "mean" if fast else "l2"
     compare(*random(6, 2, 75, 8), fast=fast, reduce=reduce, dtype=dtype, interleave=interleave)
 
@@ -77,12 +77,12 @@ def test_dtypes_and_strides(fast, interleave, dtype):
 )
 def test_any_shape(heads, tokens, block, sharpness, fast, reduce, seed):
     h, v = random(*heads, tokens, 4, seed=seed, sharpness=sharpness)
-    h = 0.9 * h + 0.1 / tokens  # nearer to 1 the denominator magnifies rounding
+    h = 0.9 * h + 0.1 / tokens  # Near a weight of 1 the denominator magnifies rounding.
     compare(h, v, block, fast=fast, reduce=reduce, seed=seed)
 
 
-def test_by_hand():
-    """The example of docs/methods.md 4.6: full and fast evict different tokens."""
+def test_example_in_docs():
+    """In the example of docs/methods.md 4.6, full and fast CAOTE evict different tokens."""
     h = torch.tensor([[0.5, 0.3, 0.2]])
     v = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]])
     full, fast = score(h, v, fast=False), score(h, v, fast=True)
@@ -92,14 +92,14 @@ def test_by_hand():
 
 @prop
 @given(st.integers(2, 40), st.sampled_from([0.0, 1.0, 3.0]), st.integers(0, 1000))
-def test_is_the_change_of_the_output(tokens, sharpness, seed):
+def test_score_is_the_change_of_the_output(tokens, sharpness, seed):
     h, v = random(1, 1, tokens, 8, seed=seed, sharpness=sharpness)
     h = (h / h.double().sum()).float()
     want = np.linalg.norm(brute(h[0].double().numpy(), v[0].numpy()), axis=1)
     np.testing.assert_allclose(score(h, v)[0], want, rtol=1e-3, atol=1e-6)
 
 
-def test_l2_is_the_change_of_the_joint_output():
+def test_l2_is_the_change_of_the_concatenated_outputs():
     h, v = random(3, 1, 30, 8)
     joint = np.concatenate([brute(row.double().numpy(), v[0].numpy()) for row in h], axis=1)
     got = score(h, v, reduce="l2")
@@ -113,20 +113,20 @@ def test_equal_weights_make_fast_exact():
 
 
 def test_fast_mean_ignores_the_weights():
-    """All weight on token 0: FastCAOTE still measures token 1 from the plain mean."""
+    """Token 0 has most of the weight, but the distance of token 1 is from the unweighted mean."""
     v = torch.tensor([[[3.0, 0.0], [0.0, 0.0], [0.0, 3.0]]])
     got = score(torch.tensor([[0.9, 0.1, 0.0]]), v, fast=True)
     assert got[0, 1].item() == pytest.approx(0.1 / 0.9 * 2**0.5, rel=1e-5)
 
 
-def test_token_without_weight_scores_nothing():
+def test_token_without_weight_scores_zero():
     h, v = random(4, 2, 20, 8)
     h[:, 7] = 0
     assert (score(h, v)[:, 7] == 0).all()
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_sink_that_takes_nine_tenths(fast):
+def test_token_with_nine_tenths_of_the_weight(fast):
     h, v = random(6, 2, 50, 8)
     h[:, 1:] *= 0.1 / h[:, 1:].sum(1, keepdim=True)
     h[:, 0] = 0.9
@@ -144,7 +144,7 @@ def test_all_the_weight_on_one_token(fast, rest):
 @pytest.mark.parametrize("rest", [1e-30, 1e-8, 1e-7, 1e-5, 1e-3])
 @pytest.mark.parametrize("reduce", ["mean", "l2"])
 def test_change_of_the_output_near_a_weight_of_one(rest, reduce):
-    """``1 - h`` and ``o - v`` are rounding alone here; what is left when the token goes is not."""
+    """Here ``1 - h`` and ``o - v`` are only rounding, but the output without the token is exact."""
     v = random(1, 1, 33, 8)[1]
     h = torch.from_numpy(np.random.RandomState(1).dirichlet(np.ones(33)) * rest).float()[None]
     h[0, 5] = 1 - rest
@@ -155,7 +155,7 @@ def test_change_of_the_output_near_a_weight_of_one(rest, reduce):
 @pytest.mark.parametrize("tokens", [33, 1600])
 @pytest.mark.parametrize("rest", [1e-7, 2e-6, 1e-5, 1e-3, 0.1])
 def test_fast_near_a_weight_of_one(rest, tokens):
-    """``1 - h`` is what the others have, clamped: at 1e-5 a subtraction would be 0.6 % off."""
+    """``1 - h`` is the clamped sum of the other weights: at 1e-5 subtracting would err by 0.6 %."""
     h, v = random(4, 2, tokens, 8)
     for row, at in enumerate((5, 0, tokens - 1, tokens // 2)):
         others = np.random.RandomState(row).dirichlet(np.ones(tokens)) * rest
@@ -163,9 +163,9 @@ def test_fast_near_a_weight_of_one(rest, tokens):
         h[row, at] = 0
         h[row, at] = 1 - h[row].double().sum().item()
     got = score(h, v.float(), fast=True, reduce="l2")
-    apart = torch.linalg.vector_norm(v.float().mean(1, keepdim=True) - v, dim=-1)
-    left = h.double().sum(-1, keepdim=True) - h.double()  # exact: 53 bits hold both
-    want = h / left.clamp_min(1e-6) * apart.repeat_interleave(2, 0)
+    distance = torch.linalg.vector_norm(v.float().mean(1, keepdim=True) - v, dim=-1)
+    left = h.double().sum(-1, keepdim=True) - h.double()  # exact in float64
+    want = h / left.clamp_min(1e-6) * distance.repeat_interleave(2, 0)
     want = torch.linalg.vector_norm(want.view(2, 2, tokens), dim=1).float()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
 
@@ -176,17 +176,17 @@ def test_denominator_is_clamped():
 
 
 def test_values_far_from_zero():
-    """Values 1000 +- 0.1: an expanded square would lose everything but its rounding."""
+    """Values are 1000 +- 0.1, so expanding the square would leave only rounding."""
     h, v = random(1, 1, 40, 16)
-    asked = h, *paged_values(v * 0.1 + 1000, 16), 40
-    got = value_scores(*asked, fast=False, reduce="mean")
-    torch.testing.assert_close(got, reference.run(*asked, False, "mean"), rtol=0.02, atol=0)
+    arguments = h, *paged_values(v * 0.1 + 1000, 16), 40
+    got = value_scores(*arguments, fast=False, reduce="mean")
+    torch.testing.assert_close(got, reference.run(*arguments, False, "mean"), rtol=0.02, atol=0)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("size", [1, 7 * 6 * 32, 10**9])
 @pytest.mark.parametrize("fast", [False, True])
-def test_tiles_do_not_matter(fast, size, monkeypatch):
+def test_tile_size_does_not_matter(fast, size, monkeypatch):
     h, v = random(6, 2, 75, 8)
     monkeypatch.setattr(value_scores_cpu, "DIFFERENCES", size)
     compare(h, v, fast=fast)
@@ -202,29 +202,29 @@ def test_tiles_do_not_matter(fast, size, monkeypatch):
     ],
     ids=["short", "short-fast", "of two splits", "of two splits-fast"],
 )
-def test_rows_of_other_lengths_get_what_they_get_alone(lengths, fast, reduce):
-    """Bit for bit; 0 where a row has no token, and nothing behind its length is read."""
-    most, block = max(lengths) + 5, 16
+def test_batched_rows_score_like_single_rows(lengths, fast, reduce):
+    """Scores are equal bit for bit. Nothing past a row's length is read, and scores there are 0."""
+    max_tokens, block = max(lengths) + 5, 16
     made = [random(6, 2, length, 8, seed=i) for i, length in enumerate(lengths)]
-    made[0][0][:, 5] = 0.99  # one that is scored without the others
+    made[0][0][:, 5] = 0.99  # a token with more than half of the weight
     alone = [paged_values(v, block, seed=i) for i, (_, v) in enumerate(made)]
     cache = torch.cat([view for view, _ in alone])
-    weights = torch.full((len(lengths), 6, most), torch.nan)
-    pages = torch.full((len(lengths), -(-most // block)), len(cache) + 1000)
+    weights = torch.full((len(lengths), 6, max_tokens), torch.nan)
+    pages = torch.full((len(lengths), -(-max_tokens // block)), len(cache) + 1000)
     first = 0
-    for i, ((h, _), (view, own)) in enumerate(zip(made, alone, strict=True)):
-        weights[i, :, : lengths[i]], pages[i, : len(own)] = h, own + first
+    for i, ((h, _), (view, row_pages)) in enumerate(zip(made, alone, strict=True)):
+        weights[i, :, : lengths[i]], pages[i, : len(row_pages)] = h, row_pages + first
         first += len(view)
     counts = torch.tensor(lengths, dtype=torch.int32)
-    how = {"fast": fast, "reduce": reduce}
-    together = value_scores_of_rows(weights, cache, pages, most, lengths=counts, **how)
+    options = {"fast": fast, "reduce": reduce}
+    together = value_scores_of_rows(weights, cache, pages, max_tokens, lengths=counts, **options)
     for i, ((h, _), where, length) in enumerate(zip(made, alone, lengths, strict=True)):
-        assert torch.equal(together[i, :, :length], value_scores(h, *where, length, **how))
+        assert torch.equal(together[i, :, :length], value_scores(h, *where, length, **options))
         assert not together[i, :, length:].any()
 
 
-def test_kv_heads_keep_to_themselves():
-    """Values of another KV head, weights of another group: no influence, to the bit."""
+def test_kv_heads_are_independent():
+    """Values of another KV head and weights of another group do not change any bit."""
     h, v = random(6, 3, 30, 8)
     before = score(h, v)
     h[2:4], v[1] = h[[3, 5]], 7 * v[2]
@@ -233,7 +233,7 @@ def test_kv_heads_keep_to_themselves():
     assert not torch.equal(before[1], after[1])
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_unchanged():
     h, v = random(4, 2, 40, 8)
     view, pages = paged_values(v, 16, spare=0)
     view = view.nan_to_num(5.0)
@@ -243,20 +243,20 @@ def test_inputs_are_left_alone():
 
 
 def test_strided_weights():
-    """Every other row of a transposed array."""
+    """Every second row of a transposed array gives the same scores as a contiguous copy."""
     h, v = random(8, 2, 40, 8)
     strided = h.T.contiguous().T[::2]
     assert torch.equal(score(strided, v), score(strided.contiguous(), v))
 
 
 @pytest.mark.cpu
-def test_temporaries_stay_small():
-    """o - v_j for all tokens at once would take 35 MB."""
+def test_temporaries_stay_within_the_limit():
+    """``o - v_j`` for all tokens at once would take 35 MB."""
     value_pages, pages = torch.randn(1, 3, 15000, 64), torch.tensor([0])
     h = torch.full((9, 15000), 1 / 15000)
-    with Largest() as seen:
+    with LargestStorage() as largest:
         value_scores(h, value_pages, pages, 15000, fast=False, reduce="mean")
-    assert seen.size <= value_scores_cpu.DIFFERENCES
+    assert largest.size <= value_scores_cpu.DIFFERENCES
 
 
 @pytest.mark.usefixtures("triton_runs")
@@ -273,7 +273,7 @@ def test_change_of_the_output_near_a_weight_of_one_across_splits(rest, at):
 
 
 @pytest.mark.usefixtures("triton_runs")
-def test_triton_refuses_float64():
+def test_triton_rejects_float64():
     h, v = random(2, 1, 20, 4)
     with pytest.raises(ValueError, match=r"got torch\.float64"):
         score(h, v, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`window_scores` of several layers at once, and what the tests of one layer leave out."""
+"""`window_scores` of several layers and rows, and further tests of single layers."""
 
 import numpy as np
 import pytest
@@ -14,17 +14,20 @@ from paging import paged_keys
 
 pytestmark = pytest.mark.gpu
 
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=False):
-    """Layers of a prompt in one cache, NaN between them: queries, key_pages and pages."""
+    """Return queries, key_pages and pages of a prompt's layers in one cache.
+
+    Unused slots and pages hold NaN.
+    """
     rng = np.random.RandomState(0)
     stores, pages, used = [], [], 0
     for layer in range(layers):
         k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).float()
-        view, own = paged_keys(k, block, seed=layer, dtype=dtype, interleave=interleave)
-        pages.append(own + used)
+        view, row_pages = paged_keys(k, block, seed=layer, dtype=dtype, interleave=interleave)
+        pages.append(row_pages + used)
         used += len(view)
         stores.append(view.permute(0, 3, 1, 2) if interleave else view)
     cache = torch.cat(stores)
@@ -41,28 +44,28 @@ def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=
         (64, 3, torch.float32, False),
         (1100, 2, torch.bfloat16, True),
     ],
-    ids=["fp32-tokens-first", "bf16-heads-first", "whole blocks", "of two spans"],
+    ids=["fp32-tokens-first", "bf16-heads-first", "full blocks", "of two spans"],
 )
-def test_layers_get_what_they_get_alone(tokens, layers, dtype, interleave):
-    """Bit for bit, and what the reference says; with all that can be asked for and without."""
+def test_batched_layers_score_like_single_layers(tokens, layers, dtype, interleave):
+    """Scores are equal bit for bit and match the reference, with and without optional results."""
     queries, cache, pages = prompt(layers, tokens, 6, 2, 16, 16, 8, dtype, interleave=interleave)
-    asks = [
+    all_options = [
         {"variance": True, "maximum": True, "pooled": tokens < 1100},
         {"variance": False, "maximum": False, "pooled": False},
     ]
-    for asked in asks:
-        together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, **asked)
+    for options in all_options:
+        together = window_scores_of_layers(queries, cache, pages, tokens, 0.3, **options)
         assert len(together) == layers
-        for query, own, got in zip(queries, pages, together, strict=True):
-            alone = window_scores(query, cache, own, tokens, 0.3, **asked)
-            want = reference.run(query, cache, own, tokens, 0.3, **asked)
+        for query, row_pages, got in zip(queries, pages, together, strict=True):
+            alone = window_scores(query, cache, row_pages, tokens, 0.3, **options)
+            want = reference.run(query, cache, row_pages, tokens, 0.3, **options)
             for name in got._fields:
                 values = [getattr(found, name) for found in (got, alone, want)]
-                if not asked.get(name, True):
+                if not options.get(name, True):
                     assert values == [None] * 3
                     continue
                 assert torch.equal(values[0], values[1]), name
-                torch.testing.assert_close(values[0], values[2], **close)
+                torch.testing.assert_close(values[0], values[2], **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -75,58 +78,58 @@ def test_layers_get_what_they_get_alone(tokens, layers, dtype, interleave):
     ],
     ids=["short", "short-bf16", "of two spans", "pooled"],
 )
-def test_rows_of_other_lengths_get_what_they_get_alone(lengths, pooled, dtype):
-    """Bit for bit; 0 where a row has no token, and no page behind its length is read."""
-    w, most = 8, max(lengths) + 5
-    queries, cache, pages = prompt(len(lengths), most, 6, 2, 16, 16, w, dtype)
+def test_batched_rows_score_like_single_rows(lengths, pooled, dtype):
+    """Scores are equal bit for bit. No page past a row's length is read, and scores there are 0."""
+    w, max_tokens = 8, max(lengths) + 5
+    queries, cache, pages = prompt(len(lengths), max_tokens, 6, 2, 16, 16, w, dtype)
     for row, length in enumerate(lengths):
         pages[row, -(-length // 16) :] = len(cache) + 1000
-    asked = {"variance": True, "maximum": True, "pooled": pooled}
+    options = {"variance": True, "maximum": True, "pooled": pooled}
     counts = torch.tensor(lengths, dtype=torch.int32)
     together = window_scores_of_rows(
-        torch.stack(queries), cache, pages, most, 0.3, lengths=counts, **asked
+        torch.stack(queries), cache, pages, max_tokens, 0.3, lengths=counts, **options
     )
     for row, length in enumerate(lengths):
-        own = pages[row, : -(-length // 16)]
-        alone = window_scores(queries[row], cache, own, length, 0.3, **asked)
+        row_pages = pages[row, : -(-length // 16)]
+        alone = window_scores(queries[row], cache, row_pages, length, 0.3, **options)
         got = together.row(row)
         for name in ("total", "variance", "last", "maximum"):
             want, found = getattr(alone, name), getattr(got, name)
             assert torch.equal(found[:, : want.shape[1]], want), name
             assert not found[:, want.shape[1] :].any(), name
         assert torch.equal(got.recent, alone.recent)
-        torch.testing.assert_close(got.entropy, alone.entropy, **close)
-        torch.testing.assert_close(got.shift, alone.shift, **close)
+        torch.testing.assert_close(got.entropy, alone.entropy, **TOLERANCE)
+        torch.testing.assert_close(got.shift, alone.shift, **TOLERANCE)
 
 
-def test_a_row_that_is_its_window_has_no_past():
-    """A layer may hold no more than that of a prompt that was packed before."""
+def test_row_of_window_length_has_no_past():
+    """A layer of a prompt that was packed before may hold only the window."""
     w, lengths = 8, [8, 20]
     queries, cache, pages = prompt(2, 25, 6, 2, 16, 16, w, torch.float32)
     counts = torch.tensor(lengths, dtype=torch.int32)
-    asked = {"variance": True, "maximum": True}
+    options = {"variance": True, "maximum": True}
     got = window_scores_of_rows(
-        torch.stack(queries), cache, pages, 25, 0.3, lengths=counts, **asked
+        torch.stack(queries), cache, pages, 25, 0.3, lengths=counts, **options
     )
-    none, some = got.row(0), got.row(1)
-    assert not none.total.any()
-    assert not none.variance.any()
-    assert not none.maximum[:, w:].any()
-    torch.testing.assert_close(none.last[:, :w].sum(1), torch.ones(6))
-    torch.testing.assert_close(none.recent.sum(1), torch.full((6,), float(w)))
-    alone = window_scores(queries[1], cache, pages[1, :2], 20, 0.3, **asked)
-    assert torch.equal(some.total[:, :12], alone.total)
+    only_window, longer = got.row(0), got.row(1)
+    assert not only_window.total.any()
+    assert not only_window.variance.any()
+    assert not only_window.maximum[:, w:].any()
+    torch.testing.assert_close(only_window.last[:, :w].sum(1), torch.ones(6))
+    torch.testing.assert_close(only_window.recent.sum(1), torch.full((6,), float(w)))
+    alone = window_scores(queries[1], cache, pages[1, :2], 20, 0.3, **options)
+    assert torch.equal(longer.total[:, :12], alone.total)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-def test_each_row_has_its_scale(pooled):
-    """As layers of a quantised cache have."""
+def test_each_row_uses_its_own_scale(pooled):
+    """Layers of a quantised cache have different scales."""
     queries, cache, pages = prompt(3, 70, 6, 2, 16, 16, 8, torch.bfloat16)
     scales = torch.tensor([0.3, 0.017, 1.9])
-    asked = {"variance": True, "maximum": True, "pooled": pooled}
-    together = window_scores_of_layers(queries, cache, pages, 70, scales, **asked)
-    for query, own, scale, got in zip(queries, pages, scales.tolist(), together, strict=True):
-        alone = window_scores(query, cache, own, 70, scale, **asked)
+    options = {"variance": True, "maximum": True, "pooled": pooled}
+    together = window_scores_of_layers(queries, cache, pages, 70, scales, **options)
+    for query, row_pages, scale, got in zip(queries, pages, scales.tolist(), together, strict=True):
+        alone = window_scores(query, cache, row_pages, 70, scale, **options)
         for name in got._fields:
             assert torch.equal(getattr(got, name), getattr(alone, name)), name
 
@@ -150,36 +153,37 @@ def test_scales_are_checked(scale):
     ],
 )
 def test_shapes_of_models(heads, kv_heads, dim, block, w, dtype):
-    """The last: each layer's prompt is in one page."""
+    """In the last case, each layer's prompt is in one page."""
     tokens, scale = w + 70, dim**-0.5
     queries, cache, pages = prompt(2, tokens, heads, kv_heads, dim, block, w, dtype)
-    asked = {"variance": w > 1, "maximum": True, "pooled": dim in (80, 96)}
-    together = window_scores_of_layers(queries, cache, pages, tokens, scale, **asked)
-    for query, own, got in zip(queries, pages, together, strict=True):
-        want = reference.run(query, cache, own, tokens, scale, **asked)
+    options = {"variance": w > 1, "maximum": True, "pooled": dim in (80, 96)}
+    together = window_scores_of_layers(queries, cache, pages, tokens, scale, **options)
+    for query, row_pages, got in zip(queries, pages, together, strict=True):
+        want = reference.run(query, cache, row_pages, tokens, scale, **options)
         for name in got._fields:
             if getattr(want, name) is not None:
-                torch.testing.assert_close(getattr(got, name), getattr(want, name), **close)
+                torch.testing.assert_close(getattr(got, name), getattr(want, name), **TOLERANCE)
 
 
 @pytest.mark.parametrize(("heads", "w"), [(4, 8), (3, 11), (1, 140)])
 def test_equal_keys_get_equal_scores(heads, w):
-    """Wherever they lie, in a tile of the past or beside the window: ties go by position."""
+    """Their position in a tile or next to the window must not matter, so that ties are exact."""
     past = 100
     k = torch.randn(1, past + w, 16)
     k[:, :past] = k[:, :1]
     view, pages = paged_keys(k, 16)
-    asked = torch.randn(w, heads, 16), view, pages, past + w, 0.3
-    got = window_scores(*asked, variance=True, maximum=True)
-    pooled = window_scores(*asked, variance=False, maximum=True, pooled=True).maximum[:, 2 : -w - 2]
-    assert torch.equal(pooled, pooled[:, :1].expand(-1, past - 4))
+    arguments = torch.randn(w, heads, 16), view, pages, past + w, 0.3
+    got = window_scores(*arguments, variance=True, maximum=True)
+    pooled = window_scores(*arguments, variance=False, maximum=True, pooled=True)
+    inner = pooled.maximum[:, 2 : -w - 2]
+    assert torch.equal(inner, inner[:, :1].expand(-1, past - 4))
     assert torch.equal(got.maximum[:, :past], got.maximum[:, :1].expand(-1, past))
     assert torch.equal(got.total, got.total[:, :1].expand(-1, past))
     assert torch.equal(got.variance, got.variance[:, :1].expand(-1, past))
     assert torch.equal(got.last[:, :past], got.last[:, :1].expand(-1, past))
 
 
-def test_a_negative_scale():
+def test_negative_scale():
     view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     q = torch.randn(4, 4, 8)
     first = window_scores(q, view, pages, 40, -0.7, variance=True, maximum=True)
@@ -188,7 +192,7 @@ def test_a_negative_scale():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_query_and_keys_of_two_dtypes():
+def test_query_and_keys_of_different_dtypes():
     k, q = torch.randn(2, 40, 8).bfloat16(), torch.randn(4, 4, 8)
     first = window_scores(
         q,
@@ -239,7 +243,7 @@ def test_shapes_are_checked(change, message):
     "lengths", [torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)]
 )
 def test_lengths_are_checked(lengths):
-    given = {**GOOD, "query": torch.stack(GOOD["queries"])}
-    del given["queries"]
+    arguments = {**GOOD, "query": torch.stack(GOOD["queries"])}
+    del arguments["queries"]
     with pytest.raises(ValueError, match=r"lengths must be \[2\] int32"):
-        window_scores_of_rows(**given, scale=1.0, variance=True, lengths=lengths)
+        window_scores_of_rows(**arguments, scale=1.0, variance=True, lengths=lengths)

@@ -14,28 +14,28 @@ pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 prop = settings(derandomize=True, deadline=None, max_examples=5 if INTERPRETED else 40)
-# columns that the kernels' programs, and the CPU's form, look at together
 TILE = 64 if INTERPRETED else 512
-every = {"variance": True, "maximum": True}
-close = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
+"""Columns per tile of the kernels or of the CPU code."""
+OPTIONS = {"variance": True, "maximum": True}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # docs/methods.md 9
 
 
 def compare(
-    heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, pooled=False, **how
+    heads, kv_heads, tokens, w, dim=8, block=16, *, seed=0, q_scale=1.0, pooled=False, **paging
 ):
-    dtype = how.get("dtype", torch.float32)
+    dtype = paging.get("dtype", torch.float32)
     rng = np.random.RandomState(seed)
     q = torch.from_numpy(q_scale * rng.standard_normal((heads, w, dim))).to(dtype)
     k = torch.from_numpy(rng.standard_normal((kv_heads, tokens, dim))).to(dtype)
-    view, pages = paged_keys(k, block, seed=seed, **how)
-    asked = q.transpose(0, 1), view, pages, tokens, dim**-0.5
-    got = window_scores(*asked, variance=w > 1, maximum=True)
-    for found, want in zip(got, reference.run(*asked, w > 1, True), strict=True):
-        torch.testing.assert_close(found, want, **close)
+    view, pages = paged_keys(k, block, seed=seed, **paging)
+    arguments = q.transpose(0, 1), view, pages, tokens, dim**-0.5
+    got = window_scores(*arguments, variance=w > 1, maximum=True)
+    for found, want in zip(got, reference.run(*arguments, w > 1, True), strict=True):
+        torch.testing.assert_close(found, want, **TOLERANCE)
     if pooled:
-        how = {"variance": False, "maximum": True, "pooled": True}
-        found, want = window_scores(*asked, **how), reference.run(*asked, **how)
-        torch.testing.assert_close(found.maximum, want.maximum, **close)
+        options = {"variance": False, "maximum": True, "pooled": True}
+        found, want = window_scores(*arguments, **options), reference.run(*arguments, **options)
+        torch.testing.assert_close(found.maximum, want.maximum, **TOLERANCE)
     assert got.total.shape == (heads, tokens - w)
     assert got.entropy.shape == got.shift.shape == ()
     return got
@@ -53,7 +53,7 @@ def compare(
     ],
 )
 @pytest.mark.parametrize("block", [1, 16, 128])
-def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, w, block):
+def test_shapes_match_the_reference(seed, heads, kv_heads, tokens, dim, w, block):
     compare(heads, kv_heads, tokens, w, dim, block, seed=seed, q_scale=1.5, pooled=block == 16)
 
 
@@ -61,7 +61,7 @@ def test_shapes_of_the_spec(seed, heads, kv_heads, tokens, dim, w, block):
     ("tokens", "w"),
     [
         *((tokens, 2) for tokens in (15, 16, 17, 31, 32, 33, 48, 1024, 1040)),
-        *((TILE + beside, 2) for beside in (-1, 0, 1)),
+        *((TILE + offset, 2) for offset in (-1, 0, 1)),
         *((tokens, 1) for tokens in (16, 17, TILE + 1)),
         *((tokens, 14) for tokens in (15, 17, 33, TILE + 1)),
     ],
@@ -76,19 +76,19 @@ def test_blocks_as_long_as_a_tile(block):
 
 
 @pytest.mark.parametrize("w", range(1, 20))
-def test_every_window(w):
+def test_window_lengths(w):
     compare(4, 2, 20, w, block=8)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("w", [500, 600, 1029])
 def test_windows_over_several_tiles(w):
-    """Early rows see nothing at all of the last tile."""
+    """Early rows see no key of the last tile."""
     compare(2, 1, 1030, w, dim=4)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "w"), [(2, 1, 130), (1, 1, 199), (5, 1, 40)])
-def test_more_rows_than_a_tile(heads, kv_heads, w):
+def test_more_rows_than_one_tile_holds(heads, kv_heads, w):
     compare(heads, kv_heads, 200, w, dim=4, pooled=heads == 5)
 
 
@@ -101,16 +101,16 @@ def test_dtypes_and_strides(heads, kv_heads, interleave, dtype):
 
 @pytest.fixture
 def bfloat16_products(monkeypatch):
-    """As where a processor has AMX: what oneDNN is told at each product."""
-    settings_seen, product = [], torch.baddbmm
+    """Simulate a processor with AMX, and return oneDNN's precision setting at each product."""
+    precisions, product = [], torch.baddbmm
 
-    def observed(*args, **kwargs):
-        settings_seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+    def recording(*args, **kwargs):
+        precisions.append(torch.backends.mkldnn.matmul.fp32_precision)
         return product(*args, **kwargs)
 
     monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(torch, "baddbmm", observed)
-    return settings_seen
+    monkeypatch.setattr(torch, "baddbmm", recording)
+    return precisions
 
 
 @pytest.mark.cpu
@@ -118,27 +118,25 @@ def bfloat16_products(monkeypatch):
     ("heads", "kv_heads", "tokens", "w", "dim", "block"),
     [(9, 3, 2 * TILE + 33, 16, 64, 128), (4, 4, TILE + 1, 1, 128, 16), (3, 1, 40, 32, 8, 1)],
 )
-def test_bfloat16_is_multiplied_where_the_processor_does(
-    bfloat16_products, heads, kv_heads, tokens, w, dim, block
-):
-    """Each row is held to the tolerance of float32, and every other product stays float32."""
+def test_amx_multiplies_bfloat16(bfloat16_products, heads, kv_heads, tokens, w, dim, block):
+    """Results match within the float32 tolerance, and all other products stay float32."""
     before = torch.backends.mkldnn.matmul.fp32_precision
     compare(heads, kv_heads, tokens, w, dim, block, q_scale=1.5, dtype=torch.bfloat16)
     assert len(bfloat16_products) >= tokens // max(TILE, block)
     assert set(bfloat16_products) == {"bf16"}
     assert torch.backends.mkldnn.matmul.fp32_precision == before
-    seen = len(bfloat16_products)
+    count = len(bfloat16_products)
     compare(heads, kv_heads, tokens, w, dim, block, dtype=torch.float32)
-    assert len(bfloat16_products) == seen
+    assert len(bfloat16_products) == count
 
 
 @pytest.mark.cpu
-def test_equal_keys_of_bfloat16_get_equal_scores(bfloat16_products):
-    """Wherever they stand, at the edge of a tile too: their tie goes to the lower position."""
+def test_equal_bfloat16_keys_get_equal_scores(bfloat16_products):
+    """Their position must not matter, even at the edge of a tile, so that ties are exact."""
     w, tokens = 5, TILE + 37
     keys = torch.randn(2, 7, 64).repeat(1, -(-tokens // 7), 1)[:, :tokens].bfloat16()
     view, pages = paged_keys(keys, 16, dtype=torch.bfloat16)
-    got = window_scores(torch.randn(w, 6, 64).bfloat16(), view, pages, tokens, 0.125, **every)
+    got = window_scores(torch.randn(w, 6, 64).bfloat16(), view, pages, tokens, 0.125, **OPTIONS)
     assert bfloat16_products
     columns = got.total[:, : (tokens - w) // 7 * 7].view(6, -1, 7)
     assert torch.equal(columns, columns[:, :1].expand_as(columns))
@@ -170,19 +168,19 @@ def test_any_shape(heads, tokens, block, q_scale, interleave, seed, data):
 
 
 def test_sharp_attention_stays_finite():
-    """Logits in the thousands: A is 0 or 1 and 0 log 0 is 0."""
+    """With logits in the thousands A is 0 or 1, and ``0 log 0`` must be 0."""
     got = compare(2, 1, 40, 4, q_scale=3000.0, pooled=True)
     assert all(x.isfinite().all() for x in got)
 
 
 def test_flat_attention():
-    """Keys that all look alike: row i spreads 1 over P + i + 1 tokens."""
+    """All keys are equal, so row i attends equally to P + i + 1 tokens."""
     past, w = 27, 5
     view, pages = paged_keys(torch.ones(1, past + w, 4), 16)
     got = window_scores(torch.randn(w, 2, 4), view, pages, past + w, 0.5, variance=True)
     each = [1 / (past + i + 1) for i in range(w)]
-    np.testing.assert_allclose(got.total, np.full((2, past), sum(each)), **close)
-    np.testing.assert_allclose(got.variance, np.full((2, past), np.var(each, ddof=1)), **close)
+    np.testing.assert_allclose(got.total, np.full((2, past), sum(each)), **TOLERANCE)
+    np.testing.assert_allclose(got.variance, np.full((2, past), np.var(each, ddof=1)), **TOLERANCE)
     entropy = 2 * past * sum(-x * math.log(x) for x in each)
     assert got.entropy.item() == pytest.approx(entropy, rel=1e-5)
 
@@ -190,7 +188,7 @@ def test_flat_attention():
 @prop
 @given(st.integers(2, 120), st.integers(0, 1000), st.data())
 def test_rows_sum_to_one_over_all_keys(tokens, seed, data):
-    """The past is not renormalised: it holds what the window's own keys leave."""
+    """The past is not renormalised, so its sum and that of the window's columns give 1 per row."""
     w = data.draw(st.integers(1, tokens - 1))
     rng = np.random.RandomState(seed)
     q, k = rng.standard_normal((2, w, 4)), rng.standard_normal((2, tokens, 4))
@@ -206,7 +204,7 @@ def test_variance_is_optional():
     k = torch.randn(2, 40, 8)
     view, pages = paged_keys(k, 16)
     q = torch.randn(4, 4, 8)
-    full = window_scores(q, view, pages, 40, 0.3, **every)
+    full = window_scores(q, view, pages, 40, 0.3, **OPTIONS)
     less = window_scores(q, view, pages, 40, 0.3, variance=False)
     assert less.variance is None
     assert less.shift.item() == 0
@@ -218,8 +216,8 @@ def test_variance_is_optional():
 def test_gqa_equals_repeated_kv_heads():
     k = torch.randn(2, 50, 8)
     q = torch.randn(7, 6, 8)
-    shared = window_scores(q, *paged_keys(k, 16), 50, 0.3, **every)
-    repeated = window_scores(q, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3, **every)
+    shared = window_scores(q, *paged_keys(k, 16), 50, 0.3, **OPTIONS)
+    repeated = window_scores(q, *paged_keys(k.repeat_interleave(3, 0), 16), 50, 0.3, **OPTIONS)
     for a, b in zip(shared, repeated, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
@@ -227,50 +225,50 @@ def test_gqa_equals_repeated_kv_heads():
 @pytest.mark.parametrize("block", [1, 16, 512])
 def test_block_size_does_not_matter(block):
     k, q = torch.randn(2, 600, 8), torch.randn(7, 4, 8)
-    one = window_scores(q, *paged_keys(k, 600), 600, 0.3, **every)
-    two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, **every)
+    one = window_scores(q, *paged_keys(k, 600), 600, 0.3, **OPTIONS)
+    two = window_scores(q, *paged_keys(k, block, seed=3), 600, 0.3, **OPTIONS)
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("past", range(1, 8))
 def test_pooled_rows_keep_their_sum(past):
-    """Whatever is near an end, and where all is: of one row the maximum is the row."""
+    """With one row the maximum is the row itself. Short pasts have all columns near an end."""
     compare(2, 1, past + 1, 1, seed=past, q_scale=2.0, pooled=True)
     k, q = torch.randn(1, past + 1, 8), torch.randn(1, 2, 8)
-    asked = q, *paged_keys(k, 16), past + 1, 0.7
-    got = window_scores(*asked, variance=False, maximum=True, pooled=True)
+    arguments = q, *paged_keys(k, 16), past + 1, 0.7
+    got = window_scores(*arguments, variance=False, maximum=True, pooled=True)
     np.testing.assert_allclose(got.maximum[:, :past].sum(1), got.total.sum(1), rtol=1e-5)
     np.testing.assert_allclose(got.maximum[:, past:], got.recent, rtol=1e-5)
 
 
-def test_rows_that_see_nothing_of_the_past_pool_to_nothing():
-    """Their sum is 0 in float32, and so is what it is divided by."""
+def test_rows_without_attention_to_the_past_pool_to_zero():
+    """The sum of such a row is 0 in float32, and so is the sum of the pooled row."""
     past, w = 9, 3
     k, q = torch.zeros(1, past + w, 8), torch.full((w, 2, 8), 5.0)
     k[:, past:] = 5.0
-    asked = q, *paged_keys(k, 16), past + w, 1.0
-    got = window_scores(*asked, variance=False, maximum=True, pooled=True).maximum
+    arguments = q, *paged_keys(k, 16), past + w, 1.0
+    got = window_scores(*arguments, variance=False, maximum=True, pooled=True).maximum
     assert (got[:, :past] == 0).all()
     np.testing.assert_allclose(got[:, past:], [[1.0, 0.5, 1 / 3]] * 2, rtol=1e-4)
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_unchanged():
     view, pages = paged_keys(torch.randn(2, 40, 8), 16, spare=0)
     view = view.nan_to_num(5.0)
     q = torch.randn(4, 4, 8)
     before = [x.clone() for x in (view, pages, q)]
-    window_scores(q, view, pages, 40, 0.3, **every)
+    window_scores(q, view, pages, 40, 0.3, **OPTIONS)
     assert all(torch.equal(a, b) for a, b in zip(before, (view, pages, q), strict=True))
 
 
 def test_strided_query():
-    """A slice of a batch, and heads cut from a fused projection."""
+    """The query is a slice of a batch and of a fused projection."""
     view, pages = paged_keys(torch.randn(2, 40, 8), 16)
     fused = torch.randn(9, 4, 24)
     q = fused[3:8, :, 8:16]
-    one = window_scores(q, view, pages, 40, 0.3, **every)
-    two = window_scores(q.contiguous(), view, pages, 40, 0.3, **every)
+    one = window_scores(q, view, pages, 40, 0.3, **OPTIONS)
+    two = window_scores(q.contiguous(), view, pages, 40, 0.3, **OPTIONS)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Ops that make one figure of each cached token: every shape, dtype and stride of the cache."""
+"""`key_cosines` and `value_norms` with every shape, dtype and stride of the cache."""
 
 import os
 
@@ -47,7 +47,7 @@ def test_dtypes_and_strides(op, interleave, dtype, device):
     if e4m3 and device.type == "cuda" and builds.architecture(device) < 89:
         pytest.skip("this GPU has no instruction for float8_e4m3fn")
     got = op.compare(op.random(2, 75, 80), dtype=dtype, interleave=interleave)
-    assert got.dtype == torch.float32, "a figure is no narrower where the cache is"
+    assert got.dtype == torch.float32
     assert got.isfinite().all()
 
 
@@ -62,5 +62,5 @@ def test_dtypes_and_strides(op, interleave, dtype, device):
 def test_any_shape(op, kv_heads, tokens, dim, block, seed):
     x = op.random(kv_heads, tokens, dim, seed=seed)
     got = op.compare(x, block, seed=seed)
-    # Where a prompt's pages lie decides no bit: equal prompts are ranked alike.
+    # The page order must not change any bit, so that equal prompts rank tokens equally.
     assert torch.equal(got, op.compare(x, block, seed=seed + 1))
