@@ -17,7 +17,7 @@ from vllm_kvcompress.settings.method_of import method_of
 from waits import nothing_uploaded_or_read
 
 LAYERS, HEADS, KV_HEADS = 9, 4, 2
-MORE = {
+MORE_SETTINGS = {
     "d2o, layers skipped": {"compress": "d2o", "allocator_params": {"skip_layers": [0, -1]}},
     "d2o, heads scaled": {"compress": "d2o", "allocator_params": {"norm": "head_minmax"}},
     "chunks reused": {"compress": "chunkkv", "selector_params": {"reuse": 3, "shared": False}},
@@ -25,14 +25,14 @@ MORE = {
     "global": {"compress": "snapkv", "allocator": "global"},
     "chunks of cake": {"compress": "cake", "selector": "chunks"},
 }
-SETTINGS = {**{name: {"compress": name} for name in PRESETS}, **MORE}
+SETTINGS = {**{name: {"compress": name} for name in PRESETS}, **MORE_SETTINGS}
 
 
 def on_device(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def observed(method, past):
+def empty_observations(method, past):
     """Return empty layer observations with the fields that `Method.observe` returns."""
     stats = {}
     if Reads.VARIANCE in method.allocator.reads:
@@ -48,20 +48,21 @@ def test_pages_and_positions_need_no_sync(name, tokens):
     """On meta tensors the ops run their CPU code, which must not read values either."""
     settings = CompressionConfig.parse({**SETTINGS[name], "budget": 0.4})
     method, plan = method_of(settings), page_plan(settings.budget_spec(LAYERS, tokens), 16)
-    seen = observed(method, plan.budget_spec.past)
+    observations = empty_observations(method, plan.budget_spec.past)
     if method.allocator.reads:
         with nothing_uploaded_or_read():
-            pages = method.layer_pages(plan, seen)
+            pages = method.layer_pages(plan, observations)
         assert pages.device.type == "meta"
     else:  # The page counts depend only on lengths.
-        assert method.layer_pages(plan, seen).device.type == "cpu"
+        assert method.layer_pages(plan, observations).device.type == "cpu"
         pages = on_device(LAYERS, dtype=torch.int64)
     assert (pages.shape, pages.dtype) == ((LAYERS,), torch.int64)
     with nothing_uploaded_or_read():
-        kept = method.select(seen, plan, pages)
+        kept = method.select(observations, plan, pages)
         max_kept = plan.max_layer_pages * plan.block_size + plan.tail
         assert (kept.shape, kept.dtype) == ((LAYERS, KV_HEADS, max_kept), torch.int32)
-        assert method.protected_scores(seen, plan, pages).shape == (LAYERS, KV_HEADS, tokens)
+        scores = method.protected_scores(observations, plan, pages)
+        assert scores.shape == (LAYERS, KV_HEADS, tokens)
 
 
 @pytest.mark.parametrize("scorer", [KeyDiff(), LagKV(lag=32)])

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-BETWEEN = " \N{MIDDLE DOT} "
+SEPARATOR = " \N{MIDDLE DOT} "
 """Separator between the figures of several architectures in one cell."""
 ABSENT = "-"
 """Figure of a kernel that is not built for an architecture."""
@@ -39,7 +39,7 @@ def section(
 ) -> str:
     """Return the heading and Markdown table of one Triton version, with one row per build."""
     lines = [
-        f"## Triton {version}: {BETWEEN.join(f'sm_{sm}' for sm in architectures)}",
+        f"## Triton {version}: {SEPARATOR.join(f'sm_{sm}' for sm in architectures)}",
         "",
         "| kernel | registers | shared | spills | 16-byte loads | tensor | instructions |",
         "| --- |" + " ---: |" * len(NUMBERS),
@@ -51,7 +51,7 @@ def section(
                 str(getattr(by_architecture[sm], number)) if sm in by_architecture else ABSENT
                 for sm in architectures
             ]
-            cells.append(BETWEEN.join(figures))
+            cells.append(SEPARATOR.join(figures))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -70,32 +70,33 @@ def numbers(section: str) -> dict[tuple[str, int], tuple[str, ...]]:
     table = {}
     for line in lines:
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        if len(cells) != 1 + len(NUMBERS) or not (cells[1][0].isdigit() or BETWEEN in cells[1]):
+        if len(cells) != 1 + len(NUMBERS) or not (cells[1][0].isdigit() or SEPARATOR in cells[1]):
             # The line is a heading or not part of the table.
             continue
-        each = [cell.split(BETWEEN) for cell in cells[1:]]
-        for at, sm in enumerate(architectures):
-            figures = tuple(cell[at] for cell in each)
+        columns = [cell.split(SEPARATOR) for cell in cells[1:]]
+        for index, sm in enumerate(architectures):
+            figures = tuple(column[index] for column in columns)
             if ABSENT not in figures:
                 table[cells[0], sm] = figures
     return table
 
 
-def differences(now: str, then: str, *, gone: bool) -> list[str]:
+def differences(current_section: str, committed_section: str, *, report_missing: bool) -> list[str]:
     """List the differences between two sections of the same Triton version.
 
     Args:
-        now: section of the current build.
-        then: section of the committed file.
-        gone: also report builds that `now` lacks for one of its architectures.
+        current_section: section of the current build.
+        committed_section: section of the committed file.
+        report_missing: also report builds that the current section lacks for one of its
+            architectures.
     """
-    if not then:
-        return ["the committed file has no table by this Triton; write one with --write"]
-    current, committed = numbers(now), numbers(then)
+    if not committed_section:
+        return ["the committed file has no table of this Triton version; write one with --write"]
+    current, committed = numbers(current_section), numbers(committed_section)
     architectures = {sm for _, sm in current}
-    missing = (
-        [key for key in committed if key not in current and key[1] in architectures] if gone else []
-    )
+    missing = [key for key in committed if key not in current and key[1] in architectures]
+    if not report_missing:
+        missing = []
     return [
         f"{key[0]}, sm_{key[1]}: {', '.join(current.get(key, ['none']))} now, "
         f"{', '.join(committed.get(key, ['none']))} in the committed table"

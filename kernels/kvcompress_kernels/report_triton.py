@@ -86,19 +86,19 @@ def compiled(build: Build, sm: int) -> Compiled:
 
 
 def _dumped(flag: str, binary: bytes) -> str:
-    """Return cuobjdump's output, cached beside Triton's cache: it takes as long as compiling."""
-    store = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-    kept = store / f"cuobjdump{flag}-{hashlib.sha256(binary).hexdigest()}"
-    if not kept.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin", dir=store) as file:
+    """Return cuobjdump's output. It takes as long as compiling, so cache it in Triton's cache."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    cached = cache / f"cuobjdump{flag}-{hashlib.sha256(binary).hexdigest()}"
+    if not cached.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin", dir=cache) as file:
             file.write(binary)
             file.flush()
-            line = [str(TOOLS / "cuobjdump"), flag, file.name]
-            done = subprocess.run(line, capture_output=True, text=True, check=True)
-        part = kept.with_suffix(f".{os.getpid()}")
+            command = [str(TOOLS / "cuobjdump"), flag, file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        part = cached.with_suffix(f".{os.getpid()}")
         part.write_text(done.stdout)
-        part.replace(kept)
-    return kept.read_text()
+        part.replace(cached)
+    return cached.read_text()
 
 
 def faults(build: Build, sm: int, kernel: Compiled) -> list[str]:
@@ -186,8 +186,8 @@ def main() -> int:
         tables[triton.__version__] = text
         args.write.write_text("\n".join(tables[x] for x in sorted(tables, reverse=True)))
     if args.check:
-        then = sections(args.check.read_text()).get(triton.__version__, "")
-        wrong += differences(text, then, gone=not args.once and not args.only)
+        committed = sections(args.check.read_text()).get(triton.__version__, "")
+        wrong += differences(text, committed, report_missing=not args.once and not args.only)
     sys.stdout.writelines(f"FAULT {fault}\n" for fault in wrong)
     return 1 if wrong else 0
 

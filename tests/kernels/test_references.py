@@ -40,8 +40,8 @@ def rows(q, count):
     return torch.from_numpy(q[:, TOKENS - count :]).float().transpose(0, 1)
 
 
-def assert_close(found, exact, **tolerance):
-    np.testing.assert_allclose(found, exact, **{"rtol": 1e-5, "atol": 1e-7, **tolerance})
+def assert_close(actual, exact, **tolerance):
+    np.testing.assert_allclose(actual, exact, **{"rtol": 1e-5, "atol": 1e-7, **tolerance})
 
 
 @pytest.mark.parametrize("sinks", [None, np.array([-40.0, 0.7, 9.0, 2.5, 0.0, -3.0])])
@@ -117,7 +117,9 @@ def test_merging(prompt, cache, values_only, tau):
         0.7,
     )
     for head in range(KV_HEADS):
-        one = k[head], v[head], kept[head].tolist()
-        want = methods.merge(*one, values_only=values_only, threshold=tau)
+        kept_positions = kept[head].tolist()
+        want = methods.merge(
+            k[head], v[head], kept_positions, values_only=values_only, threshold=tau
+        )
         assert_close(got.keys[0, head], want[0])
         assert_close(got.values[0, head], want[1])

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels do not compile")
 def test_kernels_compile_for_hopper_as_in_the_committed_table():
-    line = [sys.executable, "-m", "kvcompress_kernels.report_triton", "--sm", "90", "--once"]
+    command = [sys.executable, "-m", "kvcompress_kernels.report_triton", "--sm", "90", "--once"]
     done = subprocess.run(
-        [*line, "--check", "kernels/compiled.md"],
+        [*command, "--check", "kernels/compiled.md"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -28,41 +28,46 @@ def test_kernels_compile_for_hopper_as_in_the_committed_table():
     assert numbers(done.stdout)
 
 
-def made(registers):
+def figures(registers):
     return Compiled(registers=registers, shared=0, spills=0, loads_16=4, tensor=0, instructions=64)
 
 
-NOW = section("3.9.0", (80, 90), {"fold": {80: made(30), 90: made(32)}, "fp8": {90: made(40)}})
+SECTION = section(
+    "3.9.0",
+    (80, 90),
+    {"fold": {80: figures(30), 90: figures(32)}, "fp8": {90: figures(40)}},
+)
 
 
 def test_table_is_parsed_without_missing_builds():
-    assert numbers(NOW) == {
+    assert numbers(SECTION) == {
         ("fold", 80): ("30", "0", "0", "4", "0", "64"),
         ("fold", 90): ("32", "0", "0", "4", "0", "64"),
         ("fp8", 90): ("40", "0", "0", "4", "0", "64"),
     }
-    assert sections("# Title\n\n" + NOW + "\n## Triton 3.6.0: sm_90\n") == {
-        "3.9.0": NOW,
+    assert sections("# Title\n\n" + SECTION + "\n## Triton 3.6.0: sm_90\n") == {
+        "3.9.0": SECTION,
         "3.6.0": "## Triton 3.6.0: sm_90\n",
     }
 
 
 @pytest.mark.parametrize(
-    ("then", "expected"),
+    ("committed", "expected"),
     [
-        ({"fold": {90: made(32)}, "fp8": {90: made(40)}}, []),
-        ({"fold": {90: made(33)}, "fp8": {90: made(40)}}, ["fold, sm_90: 32, 0"]),
-        ({"fp8": {90: made(40)}}, ["fold, sm_90: 32, 0"]),
+        ({"fold": {90: figures(32)}, "fp8": {90: figures(40)}}, []),
+        ({"fold": {90: figures(33)}, "fp8": {90: figures(40)}}, ["fold, sm_90: 32, 0"]),
+        ({"fp8": {90: figures(40)}}, ["fold, sm_90: 32, 0"]),
     ],
 )
-def test_differences_name_build_and_architecture(then, expected):
-    part = section("3.9.0", (90,), {"fold": {90: made(32)}, "fp8": {90: made(40)}})
-    found = differences(part, section("3.9.0", (80, 90), then), gone=True)
-    assert [line[: len(expected[0])] for line in found] == expected
+def test_differences_name_build_and_architecture(committed, expected):
+    part = section("3.9.0", (90,), {"fold": {90: figures(32)}, "fp8": {90: figures(40)}})
+    lines = differences(part, section("3.9.0", (80, 90), committed), report_missing=True)
+    assert [line[: len(expected[0])] for line in lines] == expected
 
 
 def test_missing_table_is_reported():
-    assert "no table by this Triton" in differences(NOW, "", gone=True)[0]
+    lines = differences(SECTION, "", report_missing=True)
+    assert "no table of this Triton version" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -80,13 +85,13 @@ def test_compiler_faults_are_reported(change, fault):
 
     build = named(90)["window_scores plain D128 w32"]
     good = Compiled(registers=99, shared=1024, spills=0, loads_16=8, tensor=8, instructions=64)
-    found = faults(build, 90, dataclasses.replace(good, **change))
-    assert found == [] if fault is None else fault in found[0]
+    problems = faults(build, 90, dataclasses.replace(good, **change))
+    assert problems == [] if fault is None else fault in problems[0]
 
 
 def test_missing_build_is_reported_if_all_were_built():
-    part = section("3.9.0", (90,), {"fold": {90: made(32)}})
-    assert differences(part, NOW, gone=False) == []
-    assert differences(part, NOW, gone=True) == [
+    part = section("3.9.0", (90,), {"fold": {90: figures(32)}})
+    assert differences(part, SECTION, report_missing=False) == []
+    assert differences(part, SECTION, report_missing=True) == [
         "fp8, sm_90: none now, 40, 0, 0, 4, 0, 64 in the committed table"
     ]

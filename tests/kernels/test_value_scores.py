@@ -200,26 +200,26 @@ def test_tile_size_does_not_matter(fast, size, monkeypatch):
         ([1025, 3, 1024], False, "mean"),
         ([1025, 3, 1024], True, "l2"),
     ],
-    ids=["short", "short-fast", "of two splits", "of two splits-fast"],
+    ids=["short", "short-fast", "two splits", "two splits-fast"],
 )
 def test_batched_rows_score_like_single_rows(lengths, fast, reduce):
     """Scores are equal bit for bit. Nothing past a row's length is read, and scores there are 0."""
     max_tokens, block = max(lengths) + 5, 16
-    made = [random(6, 2, length, 8, seed=i) for i, length in enumerate(lengths)]
-    made[0][0][:, 5] = 0.99  # a token with more than half of the weight
-    alone = [paged_values(v, block, seed=i) for i, (_, v) in enumerate(made)]
-    cache = torch.cat([view for view, _ in alone])
+    rows = [random(6, 2, length, 8, seed=i) for i, length in enumerate(lengths)]
+    rows[0][0][:, 5] = 0.99  # a token with more than half of the weight
+    caches = [paged_values(v, block, seed=i) for i, (_, v) in enumerate(rows)]
+    cache = torch.cat([view for view, _ in caches])
     weights = torch.full((len(lengths), 6, max_tokens), torch.nan)
     pages = torch.full((len(lengths), -(-max_tokens // block)), len(cache) + 1000)
     first = 0
-    for i, ((h, _), (view, row_pages)) in enumerate(zip(made, alone, strict=True)):
+    for i, ((h, _), (view, row_pages)) in enumerate(zip(rows, caches, strict=True)):
         weights[i, :, : lengths[i]], pages[i, : len(row_pages)] = h, row_pages + first
         first += len(view)
     counts = torch.tensor(lengths, dtype=torch.int32)
     options = {"fast": fast, "reduce": reduce}
     together = value_scores_of_rows(weights, cache, pages, max_tokens, lengths=counts, **options)
-    for i, ((h, _), where, length) in enumerate(zip(made, alone, lengths, strict=True)):
-        assert torch.equal(together[i, :, :length], value_scores(h, *where, length, **options))
+    for i, ((h, _), row_cache, length) in enumerate(zip(rows, caches, lengths, strict=True)):
+        assert torch.equal(together[i, :, :length], value_scores(h, *row_cache, length, **options))
         assert not together[i, :, length:].any()
 
 

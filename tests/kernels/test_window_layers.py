@@ -44,7 +44,7 @@ def prompt(layers, tokens, heads, kv_heads, dim, block, w, dtype, *, interleave=
         (64, 3, torch.float32, False),
         (1100, 2, torch.bfloat16, True),
     ],
-    ids=["fp32-tokens-first", "bf16-heads-first", "full blocks", "of two spans"],
+    ids=["fp32-tokens-first", "bf16-heads-first", "full blocks", "two spans"],
 )
 def test_batched_layers_score_like_single_layers(tokens, layers, dtype, interleave):
     """Scores are equal bit for bit and match the reference, with and without optional results."""
@@ -60,7 +60,7 @@ def test_batched_layers_score_like_single_layers(tokens, layers, dtype, interlea
             alone = window_scores(query, cache, row_pages, tokens, 0.3, **options)
             want = reference.run(query, cache, row_pages, tokens, 0.3, **options)
             for name in got._fields:
-                values = [getattr(found, name) for found in (got, alone, want)]
+                values = [getattr(scores, name) for scores in (got, alone, want)]
                 if not options.get(name, True):
                     assert values == [None] * 3
                     continue
@@ -76,7 +76,7 @@ def test_batched_layers_score_like_single_layers(tokens, layers, dtype, interlea
         ([1030, 9, 1024], False, torch.bfloat16),
         ([70, 9, 33, 64], True, torch.bfloat16),
     ],
-    ids=["short", "short-bf16", "of two spans", "pooled"],
+    ids=["short", "short-bf16", "two spans", "pooled"],
 )
 def test_batched_rows_score_like_single_rows(lengths, pooled, dtype):
     """Scores are equal bit for bit. No page past a row's length is read, and scores there are 0."""
@@ -94,9 +94,9 @@ def test_batched_rows_score_like_single_rows(lengths, pooled, dtype):
         alone = window_scores(queries[row], cache, row_pages, length, 0.3, **options)
         got = together.row(row)
         for name in ("total", "variance", "last", "maximum"):
-            want, found = getattr(alone, name), getattr(got, name)
-            assert torch.equal(found[:, : want.shape[1]], want), name
-            assert not found[:, want.shape[1] :].any(), name
+            want, actual = getattr(alone, name), getattr(got, name)
+            assert torch.equal(actual[:, : want.shape[1]], want), name
+            assert not actual[:, want.shape[1] :].any(), name
         assert torch.equal(got.recent, alone.recent)
         torch.testing.assert_close(got.entropy, alone.entropy, **TOLERANCE)
         torch.testing.assert_close(got.shift, alone.shift, **TOLERANCE)
