@@ -91,4 +91,4 @@ def test_integer_budgets_need_no_sync():
 
 
 def test_meta_tensors_do_not_run_triton():
-    assert not contract.triton_takes(on_device(1))
+    assert not contract.runs_triton(on_device(1))

@@ -21,7 +21,7 @@ def float8(sm: int) -> dict[torch.dtype, str]:
     return {x: name for x, name in FLOAT8.items() if sm >= 89 or x != torch.float8_e4m3fn}
 
 
-def named(pointer: str) -> str:
+def float8_suffix(pointer: str) -> str:
     """Return the suffix of a build's name that says which float8 the cache holds, if any."""
     return "" if pointer == "*bf16" else f" {pointer.removeprefix('*')}"
 

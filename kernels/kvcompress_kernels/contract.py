@@ -29,6 +29,6 @@ def check_pages(op: str, pages: torch.Tensor, tokens: int, block: int, *rows: in
     require(pages.shape == want, op, f"pages must be {list(want)}", tuple(pages.shape))
 
 
-def triton_takes(tensor: torch.Tensor) -> bool:
+def runs_triton(tensor: torch.Tensor) -> bool:
     """Return whether an op on `tensor` runs its Triton kernels instead of its CPU code."""
     return tensor.is_cuda

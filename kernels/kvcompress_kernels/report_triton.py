@@ -48,7 +48,7 @@ def modules() -> Iterator[Any]:
             yield module
 
 
-def named(sm: int) -> dict[str, Build]:
+def builds_by_name(sm: int) -> dict[str, Build]:
     """Return all builds for one architecture by name."""
     return {build.name: build for module in modules() for build in module.builds(sm)}
 
@@ -121,7 +121,7 @@ class _Job:
     sm: int
 
     def __call__(self) -> tuple[Compiled | None, list[str]]:
-        build = named(self.sm)[self.name]
+        build = builds_by_name(self.sm)[self.name]
         try:
             kernel = compiled(build, self.sm)
         # Triton and ptxas raise errors of many types.
@@ -146,7 +146,7 @@ def report(
     """
     jobs = []
     for sm in architectures:
-        builds = named(sm)
+        builds = builds_by_name(sm)
         last_per_kernel = {build.kernel: name for name, build in builds.items()}.values()
         names = last_per_kernel if once else builds
         jobs += [_Job(name, sm) for name in names if re.search(only, name)]

@@ -137,9 +137,9 @@ def device_runner() -> Callable[..., Any]:
 
 
 @pytest.fixture(autouse=True)
-def _triton_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def _always_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(contract, "triton_takes", lambda tensor: True)
+        monkeypatch.setattr(contract, "runs_triton", lambda tensor: True)
 
 
 @pytest.fixture(autouse=True)

@@ -81,9 +81,9 @@ def test_missing_table_is_reported():
     ],
 )
 def test_compiler_faults_are_reported(change, fault):
-    from kvcompress_kernels.report_triton import faults, named
+    from kvcompress_kernels.report_triton import builds_by_name, faults
 
-    build = named(90)["window_scores plain D128 w32"]
+    build = builds_by_name(90)["window_scores plain D128 w32"]
     good = Compiled(registers=99, shared=1024, spills=0, loads_16=8, tensor=8, instructions=64)
     problems = faults(build, 90, dataclasses.replace(good, **change))
     assert problems == [] if fault is None else fault in problems[0]

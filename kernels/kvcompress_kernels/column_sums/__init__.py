@@ -47,7 +47,7 @@ def column_sums(
     if sinks is not None:
         right = sinks.shape == (heads,) and sinks.dtype == torch.float32
         require(right, name, f"sinks must be [{heads}] float32", (tuple(sinks.shape), sinks.dtype))
-    if contract.triton_takes(query):
+    if contract.runs_triton(query):
         from kvcompress_kernels.column_sums.triton import run
     else:
         from kvcompress_kernels.column_sums.cpu import run

@@ -23,7 +23,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, FLOAT8, FLOATS, Build, check_cache, float8, named
+from kvcompress_kernels.builds import (
+    DIMS,
+    FLOAT8,
+    FLOATS,
+    Build,
+    check_cache,
+    float8,
+    float8_suffix,
+)
 from kvcompress_kernels.contract import require
 from kvcompress_kernels.float8_triton import widened
 
@@ -316,7 +324,7 @@ def builds(sm: int) -> list[Build]:
             ("lse", _lse_kernel, shape.lse()),
             ("sums", _sum_kernel, shape.sums()),
         ):
-            name = f"column_sums {step} D{dim}{named(kind)}"
+            name = f"column_sums {step} D{dim}{float8_suffix(kind)}"
             all_builds.append(_build(name, kernel, config, kind))
     return all_builds
 

@@ -29,7 +29,7 @@ def key_cosines(key_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> to
     check_floats(name, "key_pages", key_pages)
     require(tokens > 0, name, "tokens must be positive", tokens)
     check_pages(name, pages, tokens, key_pages.shape[3])
-    if contract.triton_takes(key_pages):
+    if contract.runs_triton(key_pages):
         from kvcompress_kernels.key_cosines.triton import run
     else:
         from kvcompress_kernels.key_cosines.cpu import run

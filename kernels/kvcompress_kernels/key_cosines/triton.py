@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
 from kvcompress_kernels.paged_triton import CHUNK, VARY, known_block, tile_of, token_rows
 
 ROWS = 32
@@ -136,7 +136,7 @@ def builds(sm: int) -> list[Build]:
     all_builds = []
     for dim, kind in [*product((128,), float8(sm).values()), *product(DIMS, ["*bf16"])]:
         for step, kernel in (("sums", _sum_kernel), ("cosines", _cosine_kernel)):
-            name = f"key_cosines {step} D{dim}{named(kind)}"
+            name = f"key_cosines {step} D{dim}{float8_suffix(kind)}"
             all_builds.append(_build(name, kernel, dict(_config(dim, 16), s_dim=1), kind))
     for dim in DIMS:
         all_builds.append(_build(f"key_cosines anchor D{dim}", _anchor_kernel, _joining(dim)))

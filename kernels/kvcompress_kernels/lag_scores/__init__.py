@@ -56,7 +56,7 @@ def lag_scores(
     require(tokens > 0, name, "tokens must be positive", tokens)
     require(sinks >= 0 and lag >= 1, name, "sinks >= 0 and lag >= 1 must hold", (sinks, lag))
     check_pages(name, pages, tokens, block)
-    if contract.triton_takes(key_pages):
+    if contract.runs_triton(key_pages):
         from kvcompress_kernels.lag_scores.triton import run
     else:
         from kvcompress_kernels.lag_scores.cpu import run

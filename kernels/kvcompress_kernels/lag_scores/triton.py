@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
 from kvcompress_kernels.lag_scores import reference
 from kvcompress_kernels.paged_triton import known_block, token_rows
 
@@ -114,7 +114,7 @@ def builds(sm: int) -> list[Build]:
         names = [name for name in _spread_kernel.arg_names if name not in config]
         all_builds.append(
             Build(
-                name=f"lag_scores D{dim}{named(kind)}",
+                name=f"lag_scores D{dim}{float8_suffix(kind)}",
                 kernel=_spread_kernel,
                 signature={name: kinds.get(name, "i32") for name in names},
                 constexprs=config,

@@ -73,7 +73,7 @@ def merge_evicted(
     if threshold is None:
         threshold = torch.full((rows, heads), torch.nan, device=kept.device)
     _check_threshold(lengths, threshold, beta, rows, heads)
-    if contract.triton_takes(key_pages):
+    if contract.runs_triton(key_pages):
         from kvcompress_kernels.merge_evicted.triton import run
     else:
         from kvcompress_kernels.merge_evicted.cpu import run

@@ -53,7 +53,7 @@ def move_kept(
     require(counts.shape == (rows,), name, f"counts must be [{rows}]", tuple(counts.shape))
     right = destinations.dim() == 2 and len(destinations) == rows
     require(right, name, f"destinations must be [{rows}, max_pages]", tuple(destinations.shape))
-    if contract.triton_takes(key_pages):
+    if contract.runs_triton(key_pages):
         from kvcompress_kernels.move_kept.triton import run
     else:
         from kvcompress_kernels.move_kept.cpu import run

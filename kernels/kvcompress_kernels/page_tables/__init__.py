@@ -60,7 +60,7 @@ def page_tables(
     buffers = out_tables, out_lengths
     pool = packed, num_packed, first_block
     _check(block_table, *pool, layer_offset, live, *buffers, per_row=(seq_lens, slots))
-    if contract.triton_takes(out_tables):
+    if contract.runs_triton(out_tables):
         from kvcompress_kernels.page_tables.triton import run
     else:
         from kvcompress_kernels.page_tables.cpu import run

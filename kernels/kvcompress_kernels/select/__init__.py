@@ -49,7 +49,7 @@ def select(
     per_row = [
         _per_row(name, argument, x, rows, scores.device) for argument, x in arguments.items()
     ]
-    if contract.triton_takes(scores):
+    if contract.runs_triton(scores):
         from kvcompress_kernels.select.triton import run
     else:
         from kvcompress_kernels.select.cpu import run
@@ -94,7 +94,7 @@ def select_chunks(
     require(heads > 0 and rows % heads == 0, name, f"heads must divide {rows} rows", heads)
     columns = _per_row(name, "columns", columns, rows // heads, scores.device)
     keep = _per_row(name, "keep", keep, rows // heads, scores.device)
-    if contract.triton_takes(scores):
+    if contract.runs_triton(scores):
         from kvcompress_kernels.select.triton import chunks
     else:
         from kvcompress_kernels.select.cpu import chunks

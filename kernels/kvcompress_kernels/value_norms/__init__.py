@@ -27,7 +27,7 @@ def value_norms(value_pages: torch.Tensor, pages: torch.Tensor, tokens: int) -> 
     check_floats(name, "value_pages", value_pages)
     require(tokens > 0, name, "tokens must be positive", tokens)
     check_pages(name, pages, tokens, value_pages.shape[2])
-    if contract.triton_takes(value_pages):
+    if contract.runs_triton(value_pages):
         from kvcompress_kernels.value_norms.triton import run
     else:
         from kvcompress_kernels.value_norms.cpu import run

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, Build, check_cache, float8, float8_suffix
 from kvcompress_kernels.paged_triton import VARY, known_block, tile_of, token_rows
 
 
@@ -63,7 +63,7 @@ def builds(sm: int) -> list[Build]:
         names = [name for name in _norm_kernel.arg_names if name not in config]
         all_builds.append(
             Build(
-                name=f"value_norms D{dim}{named(kind)}",
+                name=f"value_norms D{dim}{float8_suffix(kind)}",
                 kernel=_norm_kernel,
                 signature={name: kinds.get(name, "i32") for name in names},
                 constexprs=config,

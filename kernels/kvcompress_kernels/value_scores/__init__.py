@@ -102,7 +102,7 @@ def value_scores_of_rows(
         right = lengths.shape == (rows,) and lengths.dtype == torch.int32
         got = tuple(lengths.shape), lengths.dtype
         require(right, name, f"lengths must be [{rows}] int32", got)
-    if contract.triton_takes(weights):
+    if contract.runs_triton(weights):
         from kvcompress_kernels.value_scores.triton import run_rows
     else:
         from kvcompress_kernels.value_scores.cpu import run_rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, named
+from kvcompress_kernels.builds import DIMS, Build, architecture, check_cache, float8, float8_suffix
 from kvcompress_kernels.value_scores.passes_triton import (
     VARY,
     heaviest_kernel,
@@ -118,7 +118,7 @@ def builds(sm: int) -> list[Build]:
     sizes += product(DIMS, (4,), ["*bf16"])
     for (dim, group, kind), fast in product(sizes, (False, True)):
         shape = _Shape(group, dim, 16, fast, 2 if kind == "*bf16" else 1, sm)
-        suffix = f"D{dim} G{group}{' fast' if fast else ''}{named(kind)}"
+        suffix = f"D{dim} G{group}{' fast' if fast else ''}{float8_suffix(kind)}"
         all_builds.append(_build(f"value_scores sums {suffix}", sum_kernel, shape.sums(), kind))
         all_builds.append(
             _build(f"value_scores join {suffix}", join_kernel, shape.join(), kind, **narrow)

@@ -165,7 +165,7 @@ def window_scores_of_rows(
     w = _check_rows(query, key_pages, pages, tokens, scale, lengths, sinks)
     require(w > 1 or not variance, _NAME, "a variance needs a window of at least 2", w)
     require(maximum or not pooled, _NAME, "pooled needs maximum", (pooled, maximum))
-    if contract.triton_takes(query):
+    if contract.runs_triton(query):
         from kvcompress_kernels.window_scores.triton import run_rows
     else:
         from kvcompress_kernels.window_scores.cpu import run_rows

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from kvcompress_kernels.builds import DIMS, FLOATS, Build, architecture, check_cache, float8, named
+from kvcompress_kernels.builds import (
+    DIMS,
+    FLOATS,
+    Build,
+    architecture,
+    check_cache,
+    float8,
+    float8_suffix,
+)
 from kvcompress_kernels.contract import require
 from kvcompress_kernels.window_scores.passes_triton import (
     columns_kernel,
@@ -53,7 +61,7 @@ def run_rows(
     if lengths is None:
         # Fill on the device, because a copy from the host would sync.
         lengths = torch.full((rows,), tokens, dtype=torch.int32, device=query.device)
-    given = _Given(
+    arguments = _KernelArguments(
         tensors=(query, key_pages, pages, lengths.contiguous(), factors),
         numbers=(factor, w, heads // key_pages.shape[1]),
         strides=(*query.stride(), pages.stride(0), *key_pages.stride()),
@@ -62,26 +70,26 @@ def run_rows(
         dim=dim,
         itemsize=max(query.itemsize, key_pages.itemsize),
     )
-    row_tops, log_sums, shares = _log_sums(given, pooled, sinks)
-    scores = _columns(given, tokens, ragged, (row_tops, log_sums), variance, maximum, pooled)
+    row_tops, log_sums, shares = _log_sums(arguments, pooled, sinks)
+    scores = _columns(arguments, tokens, ragged, (row_tops, log_sums), variance, maximum, pooled)
     if pooled:
-        shapes = _pooled_shapes(*given.model, architecture(query.device))
-        pooled_kernel[given.grid(shapes["HEADS"])](
-            *given.tensors,
+        shapes = _pooled_shapes(*arguments.model, architecture(query.device))
+        pooled_kernel[arguments.grid(shapes["HEADS"])](
+            *arguments.tensors,
             row_tops,
             log_sums,
             shares,
             scores.maximum,
-            *given.numbers,
+            *arguments.numbers,
             tokens,
-            *given.strides,
-            BLOCK=given.layout,
+            *arguments.strides,
+            BLOCK=arguments.layout,
             **shapes,
         )
     return scores
 
 
-class _Given(NamedTuple):
+class _KernelArguments(NamedTuple):
     """Arguments that the kernels share.
 
     Args:
@@ -133,32 +141,32 @@ class _Given(NamedTuple):
 
 
 def _log_sums(
-    given: _Given, pooled: bool, sinks: torch.Tensor | None
+    arguments: _KernelArguments, pooled: bool, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return each line's maximum, log2 of its sum and pooling factor, ``[rows, Hq * w]`` each."""
-    (rows, _, heads), (_, w, _), splits = given.sizes, given.numbers, given.splits
+    (rows, _, heads), (_, w, _), splits = arguments.sizes, arguments.numbers, arguments.splits
     lines = heads * w
-    tops, sums = given.new(2, rows, splits, lines)
-    past_sums, pooled_sums = given.new(2, rows, splits, lines) if pooled else (None, None)
-    row_tops, log_sums = given.new(2, rows, lines)
-    shares = given.new(rows, lines) if pooled else None
-    shapes = _partials_shapes(*given.model, pooled)
-    partials_kernel[given.grid(shapes["HEADS"], triton.cdiv(w, shapes["WINDOW"]))](
-        *given.tensors,
+    tops, sums = arguments.new(2, rows, splits, lines)
+    past_sums, pooled_sums = arguments.new(2, rows, splits, lines) if pooled else (None, None)
+    row_tops, log_sums = arguments.new(2, rows, lines)
+    shares = arguments.new(rows, lines) if pooled else None
+    shapes = _partials_shapes(*arguments.model, pooled)
+    partials_kernel[arguments.grid(shapes["HEADS"], triton.cdiv(w, shapes["WINDOW"]))](
+        *arguments.tensors,
         tops,
         sums,
         past_sums,
         pooled_sums,
-        *given.numbers,
+        *arguments.numbers,
         splits,
-        *given.strides,
-        BLOCK=given.layout,
+        *arguments.strides,
+        BLOCK=arguments.layout,
         **shapes,
     )
     log_sum_kernel[(triton.cdiv(lines, LOG_SUM["LINES"]), rows)](
         tops,
         sums,
-        given.tensors[3],
+        arguments.tensors[3],
         past_sums,
         pooled_sums,
         row_tops,
@@ -175,7 +183,7 @@ def _log_sums(
 
 
 def _columns(
-    given: _Given,
+    arguments: _KernelArguments,
     tokens: int,
     ragged: bool,
     sums: tuple[torch.Tensor, torch.Tensor],
@@ -184,23 +192,23 @@ def _columns(
     pooled: bool,
 ) -> WindowScores:
     """Return the scores, except that a pooled maximum is left unwritten."""
-    (rows, kv_heads, heads), (_, w, _) = given.sizes, given.numbers
+    (rows, kv_heads, heads), (_, w, _) = arguments.sizes, arguments.numbers
 
     def result(*shape: int) -> torch.Tensor:
         # Programs write nothing past a row's length.
-        return given.new(*shape).zero_() if ragged else given.new(*shape)
+        return arguments.new(*shape).zero_() if ragged else arguments.new(*shape)
 
     sm = architecture(sums[0].device)
-    shapes = _columns_shapes(*given.model, sm, variance, maximum and not pooled)
-    parts = kv_heads * given.tiles(shapes["HEADS"]) * given.splits
-    total, recent = result(rows, heads, tokens - w), given.new(rows, heads, w)
+    shapes = _columns_shapes(*arguments.model, sm, variance, maximum and not pooled)
+    parts = kv_heads * arguments.tiles(shapes["HEADS"]) * arguments.splits
+    total, recent = result(rows, heads, tokens - w), arguments.new(rows, heads, w)
     last = result(rows, heads, tokens)
     variances = result(rows, heads, tokens - w) if variance else None
     entropies = result(rows, parts)
     shifts = result(rows, parts) if variance else None
     highest = result(rows, heads, tokens) if maximum else None
-    columns_kernel[given.grid(shapes["HEADS"])](
-        *given.tensors,
+    columns_kernel[arguments.grid(shapes["HEADS"])](
+        *arguments.tensors,
         *sums,
         total,
         variances,
@@ -209,10 +217,10 @@ def _columns(
         None if pooled else highest,
         entropies,
         shifts,
-        *given.numbers,
+        *arguments.numbers,
         tokens,
-        *given.strides,
-        BLOCK=given.layout,
+        *arguments.strides,
+        BLOCK=arguments.layout,
         **shapes,
     )
     entropy = entropies.sum(1, dtype=torch.float64).float()
@@ -319,19 +327,19 @@ def builds(sm: int) -> list[Build]:
             ("window_scores log_sum pooled sinks", {**plain, **pooled, "sinks": "*fp32"}),
         )
     ]
-    for dtype, of in float8(sm).items():
-        all_builds += _builds(128, 32, of, sm)
+    for dtype, kind in float8(sm).items():
+        all_builds += _builds(128, 32, kind, sm)
         if dtype == torch.float8_e4m3fn:  # Layers may have different scales.
-            all_builds += _builds(128, 32, of, sm, scaled=True)
+            all_builds += _builds(128, 32, kind, sm, scaled=True)
     for dim, w in [*product(DIMS, (32,)), *product((64, 128), (1, 8, 16, 64, 128))]:
         all_builds += _builds(dim, w, "*bf16", sm)
     return all_builds
 
 
-def _builds(dim: int, w: int, of: str, sm: int, *, scaled: bool = False) -> list[Build]:
+def _builds(dim: int, w: int, kind: str, sm: int, *, scaled: bool = False) -> list[Build]:
     strides = [f"s_query_{axis}" for axis in ("row", "token", "head")]
     strides += ["s_pages", "s_page", "s_head", "s_slot"]
-    inputs = {"query": "*bf16", "keys": of, "pages": "*i64", "lengths": "*i32"}
+    inputs = {"query": "*bf16", "keys": kind, "pages": "*i64", "lengths": "*i32"}
     if scaled:
         inputs["factors"] = "*fp32"
     numbers = {"factor": "fp32", **dict.fromkeys(("w", "group", *strides), "i32")}
@@ -343,8 +351,9 @@ def _builds(dim: int, w: int, of: str, sm: int, *, scaled: bool = False) -> list
         constexprs = {"BLOCK": 16, "s_query_dim": 1, "s_dim": 1, **config}
         if not scaled:
             constexprs["factors"] = None
+        suffix = float8_suffix(kind) + (" scaled" if scaled else "")
         return Build(
-            name=f"window_scores {part} D{dim} w{w}{named(of)}{' scaled' if scaled else ''}",
+            name=f"window_scores {part} D{dim} w{w}{suffix}",
             kernel=kernel,
             signature={**inputs, **dict.fromkeys(pointers, "*fp32"), **numbers, size: "i32"},
             warps=constexprs.pop("num_warps"),
