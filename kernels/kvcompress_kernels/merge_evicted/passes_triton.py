@@ -39,6 +39,7 @@ def _slots(pages, token, block, live):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inverse_norm(x):  # type: ignore[no-untyped-def]
+    """Return the inverse norm of each row of `x`."""
     return 1.0 / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
 
 
@@ -205,6 +206,7 @@ def _add_up(  # type: ignore[no-untyped-def]
     x, out, pages, members, weights, begin, end, own, j, count, block, s_page, s_slot, s_dim,
     DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Write a kept token's key or value with its bucket of evicted tokens merged into it."""
     dim = tl.arange(0, PAD)
     across = dim.to(tl.int64) * s_dim
     home, place = _slots(pages, own, block, j < count)

@@ -93,7 +93,7 @@ def run(
     threshold: torch.Tensor,
     beta: float,
 ) -> Merged:
-    _refuse_float64(key_pages, value_pages)
+    _reject_float64(key_pages, value_pages)
     layers, heads, max_kept = kept.shape
     evicted = max(tokens - min_kept, 1)
     lengths, threshold = lengths.contiguous(), threshold.contiguous()
@@ -159,7 +159,7 @@ def _packed(
     return packed, scales
 
 
-def _refuse_float64(*caches: torch.Tensor) -> None:
+def _reject_float64(*caches: torch.Tensor) -> None:
     if torch.float64 in {x.dtype for x in caches}:
         raise ValueError(
             "merge_evicted: the Triton kernels do not support a float64 cache; move it to the CPU"

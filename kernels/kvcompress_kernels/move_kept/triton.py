@@ -65,6 +65,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     VALUE_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Copy one tile of kept tokens of one row and KV head."""
     row = tl.program_id(1).to(tl.int64)
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     start = tl.program_id(0) // HEADS * ROWS

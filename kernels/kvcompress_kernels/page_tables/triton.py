@@ -53,6 +53,7 @@ def _page_tables_kernel(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Write one request's lengths and a share of its table columns for a group of layers."""
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(0) % splits
     layer = (tl.program_id(0) // splits * LAYERS + tl.arange(0, LAYERS)).to(tl.int64)

@@ -70,6 +70,7 @@ def _agrees(key, prefix, shift):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _digit(key, shift):  # type: ignore[no-untyped-def]
+    """Return the 8-bit digit of `key` at `shift`."""
     return ((key >> shift) & (BINS - 1)).to(tl.int32)
 
 
@@ -94,6 +95,7 @@ def _narrow(held, prefix, room, searching, shift):  # type: ignore[no-untyped-de
 def _select_kernel(  # type: ignore[no-untyped-def]
     scores, columns, keep, first, last, out, most, width, s_row, TILE: tl.constexpr
 ):
+    """Write the positions of one row, ``out [R, most]``."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * s_row
     out += row * most

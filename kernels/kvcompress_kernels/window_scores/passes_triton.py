@@ -42,6 +42,7 @@ VARIES = ["w", "group", "s_pages"]
 def window_rows(  # type: ignore[no-untyped-def]
     query, head, i, group, w, s_token, s_head, s_dim, DIM: tl.constexpr, PAD: tl.constexpr
 ):
+    """Load queries ``[rows, PAD]``, 0 past the last row and past the head dim."""
     dim = tl.arange(0, PAD)
     real = ((head < group) & (i < w))[:, None] & (dim < DIM)[None, :]
     at = (
@@ -66,6 +67,10 @@ def key_tile(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ):
+    """Load keys ``[columns, PAD]`` of one KV head, 0 past the head dim.
+
+    EDGE also masks pages past the prompt.
+    """
     dim = tl.arange(0, PAD)
     live = (dim < DIM)[None, :]
     if BLOCK == 0:
@@ -118,6 +123,7 @@ def partials_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
+    """Write the maximum and the sum of ``exp2`` of each row over one span of columns."""
     # Tiles of rows are adjacent in the grid, so that all except the first read K from L2.
     tiles = tl.cdiv(group, HEADS) * tl.cdiv(w, WINDOW)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -207,6 +213,7 @@ def log_sum_kernel(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    """Join the partial maxima and sums of each row, and write its maximum and log2 of its sum."""
     row = tl.program_id(1).to(tl.int64)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     real = line < lines
@@ -288,6 +295,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,  # of WINDOW rows, in a window
 ):
+    """Reduce the attention of one span of columns over the window's rows."""
     tiles = tl.cdiv(group, HEADS)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     kv = tl.program_id(1).to(tl.int64)

@@ -51,6 +51,7 @@ def pooled_kernel(  # type: ignore[no-untyped-def]
     SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    """Write the maximum over the pooled rows for one span of columns."""
     tiles = tl.cdiv(group, HEADS)
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     kv = tl.program_id(1).to(tl.int64)
