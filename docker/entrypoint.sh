@@ -1,6 +1,6 @@
 #!/bin/sh
-# Starts `vllm serve` with the arguments of the container; `vllm ...` and `kvcompress ...` run as
-# they are. What is started takes this process's place, so signals reach it.
+# Runs `vllm serve` with the container's arguments; arguments that start with `vllm` or `kvcompress` run
+# unchanged. exec replaces this process, so signals reach the server.
 set -eu
 
 for name in HOME HF_HOME VLLM_CACHE_ROOT TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR TMPDIR; do
@@ -8,19 +8,19 @@ for name in HOME HF_HOME VLLM_CACHE_ROOT TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DI
     if [ -n "$folder" ] && mkdir -p "$folder" 2>/dev/null && [ -w "$folder" ]; then
         continue
     fi
-    # models that are all there may lie on a read-only volume
+    # Offline, the models may be on a read-only volume.
     if [ "$name" = HF_HOME ] && [ "${HF_HUB_OFFLINE:-0}" = 1 ]; then
         continue
     fi
-    echo "entrypoint: $name must name a folder that user $(id -u) may write, got '$folder';" \
+    echo "entrypoint: $name must be a folder that user $(id -u) can write, got '$folder':" \
         "mount a volume or a tmpfs there" >&2
     exit 2
 done
 
-# vLLM takes an empty key for none, and would serve everybody
+# vLLM treats an empty key as no key and would serve everyone.
 if [ "${VLLM_API_KEY-unset}" = "" ]; then
-    echo "entrypoint: VLLM_API_KEY must hold a key or be unset, and it is set and empty;" \
-        "write the key into the Secret that it comes from" >&2
+    echo "entrypoint: VLLM_API_KEY is set but empty: put a key into its Secret," \
+        "or unset it" >&2
     exit 2
 fi
 

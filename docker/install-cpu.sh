@@ -1,9 +1,9 @@
 #!/bin/sh
-# Installs vLLM's CPU build and matplotlib from their locks, and this package, into a new environment.
+# Install vLLM's CPU build and matplotlib from their locks, and this package, into a new environment.
 #   docker/install-cpu.sh PREFIX
-# pip must know an index that has torch's CPU build (see README.md, Try it).
+# pip needs an index with torch's CPU build (see README.md, Try it).
 set -eu
-prefix=${1:?install-cpu.sh needs the folder of the new environment, e.g. /opt/kvcompress}
+prefix=${1:?usage: install-cpu.sh PREFIX, e.g. /opt/kvcompress}
 source=$(cd "$(dirname "$0")/.." && pwd)
 
 python3.11 -m venv "$prefix"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs this package beside the vLLM of the Python it is run with, and changes nothing there:
-# every installed version is a constraint, so pip adds what is missing or fails. Of matplotlib's lock
-# it takes, by its hashes, what is not there in any version.
+# Install this package into the Python environment of an existing vLLM without changing packages there.
+# All installed versions are constraints, so pip only adds missing packages, or fails. From matplotlib's
+# lock it installs, with hashes, the packages that are not installed in any version.
 #   PYTHON=python3 docker/install-cuda.sh
 set -eu
 python=${PYTHON:-python3}

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The system packages that both images run with: the compiler of torch.compile, NUMA, an init.
+# Install the system packages of both images: the compiler for torch.compile, NUMA, and an init.
 #   docker/install-packages.sh [MORE...]
 set -eu
 export DEBIAN_FRONTEND=noninteractive

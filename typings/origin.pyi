@@ -1,3 +1,3 @@
-"""`benchmarks/origin.py`, as scripts beside it import it."""
+"""Stub of `benchmarks/origin.py` for scripts that import it as a top-level module."""
 
 from benchmarks.origin import *  # noqa: F403

@@ -1,6 +1,6 @@
-"""Draw docs/request_life.svg: a compressed request's life in scheduler, worker and page pool.
+"""Draw docs/request_life.svg: the life of a compressed request in scheduler, worker and page pool.
 
-Plain SVG text, so that the same script writes the same bytes everywhere:
+The script writes plain SVG text, so its output is the same everywhere:
 
     python docs/figures/request_life.py
 """
@@ -31,10 +31,10 @@ LANE_H, POOL_H = 114, 254
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A column: what happens, and what the pool holds then."""
+    """A column of the figure: an event and the contents of the pool."""
 
     title: str
-    under: str
+    subtitle: str
     scheduler: tuple[str, ...]
     down: str = ""
     up: str = ""
@@ -45,7 +45,7 @@ class Moment:
 MOMENTS = (
     Moment(
         title="The prompt is computed",
-        under="chunk by chunk",
+        subtitle="chunk by chunk",
         scheduler=(
             "Decides once whether the prompt is",
             "compressed, and if not, why.",
@@ -61,7 +61,7 @@ MOMENTS = (
     ),
     Moment(
         title="The prefill ends",
-        under="one step: plan, score, pack",
+        subtitle="one step: plan, score, pack",
         scheduler=(
             "Computes from lengths how many pages",
             "are kept in K blocks. Takes K blocks,",
@@ -80,7 +80,7 @@ MOMENTS = (
     ),
     Moment(
         title="It decodes",
-        under="many steps",
+        subtitle="many steps",
         scheduler=(
             "Gives freed blocks to other requests.",
             "Compares each report with its plan.",
@@ -96,7 +96,7 @@ MOMENTS = (
     ),
     Moment(
         title="It ends",
-        under="finished, aborted or preempted",
+        subtitle="finished, aborted or preempted",
         scheduler=("Frees the destination blocks,", "the tail and the output's blocks."),
         down="requests that ended",
         worker=("Drops the request's page tables.",),
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def draw() -> str:
-    """The whole picture."""
+    """Return the figure as SVG."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
         f' aria-labelledby="title description" font-family="{FONT}">'
@@ -143,13 +143,13 @@ def _left(number: int) -> int:
 
 
 def _lanes() -> Iterator[str]:
-    wide = WIDTH - GUTTER - 16
+    width = WIDTH - GUTTER - 16
     for y, height, name in (
         (SCHEDULER_Y, LANE_H, "Scheduler"),
         (WORKER_Y, LANE_H, "Worker"),
         (POOL_Y, POOL_H, "Page pool"),
     ):
-        yield _box(GUTTER, y, wide, height, LANE, round_=8)
+        yield _box(GUTTER, y, width, height, LANE, round_=8)
         yield _text(20, y + 30, name, size=14, weight=600)
     yield _text(20, (MESSAGES_Y + WORKER_Y) / 2 + 2, "what travels", size=12, colour=QUIET)
     yield _text(20, POOL_Y + 54, "a row: where", size=12, colour=QUIET)
@@ -185,11 +185,11 @@ def _title(number: int, moment: Moment) -> Iterator[str]:
     outline = f"M{left} {top}H{edge}L{edge + tip} {middle}L{edge} {bottom}H{left}{notch}z"
     yield f'<path d="{outline}" fill="{fill}"/>'
     yield _text(left + 24, top + 23, moment.title, size=15, weight=700, colour=ink)
-    yield _text(left + 24, top + 41, moment.under, size=12, colour=under)
+    yield _text(left + 24, top + 41, moment.subtitle, size=12, colour=under)
 
 
 def _pool(number: int, left: float, top: float) -> Iterator[str]:
-    """Rows are the layers that a page lies in, columns are vLLM's blocks."""
+    """Draw the pool: rows are the layers that store a page, columns are vLLM's blocks."""
     for block in range(1, BLOCKS + 1):
         x = left + (block - 1) * CELL_W
         yield _text(x + CELL_W / 2 - 1, top - 8, str(block), size=11, colour=QUIET, middle=True)
@@ -212,7 +212,7 @@ def _pool(number: int, left: float, top: float) -> Iterator[str]:
 
 
 def _page(number: int, layer: int, block: int) -> tuple[str, float]:
-    """Colour of a page at a moment, and how much of it is filled."""
+    """Return the colour of a page at a moment and its filled share."""
     if number == 0:
         return LIGHT[layer], 1.0 if block <= FULL - 1 else 0.0
     if number == 1 and block <= FULL:
@@ -230,10 +230,10 @@ def _page(number: int, layer: int, block: int) -> tuple[str, float]:
 
 
 def _reader(layer: int, block: int) -> int | None:
-    """The layer whose kept tokens lie in a destination page: they are handed out block by block."""
-    place = DESTINATION.index(block) * LAYERS + layer
+    """Return the layer that reads a destination page; pages are assigned block by block."""
+    index = DESTINATION.index(block) * LAYERS + layer
     owners = [reader for reader, pages in enumerate(KEPT) for _ in range(pages)]
-    return owners[place] if place < len(owners) else None
+    return owners[index] if index < len(owners) else None
 
 
 def _legend() -> Iterator[str]:

@@ -1,6 +1,6 @@
 r"""mkdocs hook: turn formulas into MathML, which browsers render without a script.
 
-pymdownx.arithmatex has marked them before: ``\(...\)`` or ``\[...\]`` in an element of class
+pymdownx.arithmatex has already marked them: ``\(...\)`` or ``\[...\]`` in an element of class
 arithmatex.
 """
 
@@ -22,13 +22,13 @@ _ARG = re.compile(r"\\arg(?![A-Za-z])")  # the converter does not know \arg
 
 
 def on_page_content(text: str, *, page: Page, **_: object) -> str:
-    """The page with its formulas as MathML; a formula that fails is a warning with its page."""
+    """Return the page with formulas as MathML; a formula that cannot be converted is a warning."""
 
     def as_mathml(found: re.Match[str]) -> str:
         latex = _ARG.sub(r"\\operatorname{arg}", html.unescape(found["latex"]))
         try:
             mathml = convert(latex, display="inline" if found["kind"] == "(" else "block")
-        except Exception as e:  # any parser error: name the page and the formula, and go on
+        except Exception as e:  # any parser error: warn with page and formula, and continue
             log.warning("%s: the formula %r cannot be read: %r", page.file.src_uri, latex, e)
             return found[0]
         if unknown := _UNKNOWN.findall(html.unescape(mathml)):

@@ -1,7 +1,7 @@
 """mkdocs hook: serve every file of the repository under its own path.
 
-Links then work alike in a checkout, on a code host and on the site. Source files are included, so
-mkdocs checks the links to them too.
+The same links then work in a checkout, on a code host and on the site. Source files are included,
+so mkdocs also checks links to them.
 """
 
 import os
@@ -16,7 +16,7 @@ BUILD_FOLDERS = {"__pycache__", "build", "dist", "node_modules"}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """The repository's files in place of those in docs_dir, and the theme's files."""
+    """Return the repository's files instead of those in docs_dir, and the theme's files."""
     root = Path(config.config_file_path).parent
     theme_files = [file for file in files if file.src_dir != config.docs_dir]
     repository_files = [
@@ -27,7 +27,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def _repository_paths(root: Path) -> Iterator[Path]:
-    """Paths that git tracks, or without git all paths that no tool made, relative to `root`."""
+    """Yield tracked paths relative to `root`; without git, all paths that are not generated."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False
     )
@@ -42,5 +42,5 @@ def _repository_paths(root: Path) -> Iterator[Path]:
 
 
 def _is_generated(name: str) -> bool:
-    """Whether a tool made the file or folder, or readers have no use for it."""
+    """Return True for files and folders that tools generate, and for hidden ones."""
     return name.startswith(".") or name in BUILD_FOLDERS or name.endswith((".egg-info", ".pyc"))

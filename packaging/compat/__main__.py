@@ -1,9 +1,9 @@
-"""Run the tests that vLLM can change on the versions of vLLM that the lock does not pin.
+"""Run the tests that depend on vLLM with the vLLM versions that the lock does not pin.
 
     make compat                 # or: python packaging/compat
-    make compat VLLM=0.33.0     # one of them
+    make compat VLLM=0.33.0     # one version only
 
-Ends with a table, and with status 1 unless every test passed on every version.
+Prints a table. The exit status is 1 unless all tests passed on all versions.
 """
 
 import argparse
@@ -19,23 +19,23 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.table import Table
 
-# One of every minor version that the plugin accepts, but the lock's, on which `make test` runs.
+# One per minor version that the plugin accepts. `make test` covers the version in the lock.
 VERSIONS = ("0.31.0", "0.33.0")
 
-# The engine on both model runners, the server, and the command that looks into one and counts its
-# blocks. Kernels, policies, plans and manifests are left out: they import nothing of vLLM.
+# Tests of the engine on both model runners, of the server, and of the commands that start one.
+# Kernels, methods, planning and manifests do not import vLLM, so their tests are left out.
 TESTS = ("tests/engine", "tests/e2e", "tests/cli")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What pytest counted on one version of vLLM.
+    """Test results on one version of vLLM.
 
     Args:
         vllm: the version.
-        build: what vLLM it was, or why there was none.
-        passed, failed, skipped: tests; an error counts as failed.
-        status: pytest's exit status, None where it was not run.
+        build: the build of vLLM, or the reason why it could not be built.
+        passed, failed, skipped: numbers of tests; an error counts as failed.
+        status: exit status of pytest; None if it did not run.
     """
 
     vllm: str
@@ -50,18 +50,18 @@ class Result:
         return self.status == 0 and self.passed > 0
 
 
-def run_tests(made: Environment, tests: list[str], folder: Path) -> Result:
-    """Run pytest in an environment, as `make test` does; its output goes where ours goes.
+def run_tests(environment: Environment, tests: list[str], folder: Path) -> Result:
+    """Run pytest in an environment with the options of `make test`.
 
     Args:
-        tests: files and folders, or anything else that pytest takes.
-        folder: where pytest's results and vLLM's cache of this version are kept.
+        tests: files and folders, or other arguments of pytest.
+        folder: folder for pytest's results and for vLLM's cache of this version.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    results = folder / f"results-{made.vllm}.xml"
+    results = folder / f"results-{environment.vllm}.xml"
     results.unlink(missing_ok=True)
     command = [
-        made.python,
+        environment.python,
         "-m",
         "pytest",
         "-p",
@@ -74,18 +74,22 @@ def run_tests(made: Environment, tests: list[str], folder: Path) -> Result:
         "--no-loadscope-reorder",
         *tests,
     ]
-    own = {
+    variables = {
         "OMP_NUM_THREADS": "1",
-        "PATH": f"{made.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "VIRTUAL_ENV": str(made.folder),
-        "VLLM_CACHE_ROOT": str(folder / f"cache-{made.vllm}"),
+        "PATH": f"{environment.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(environment.folder),
+        "VLLM_CACHE_ROOT": str(folder / f"cache-{environment.vllm}"),
     }
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, check=False).returncode
-    return Result(vllm=made.vllm, build=described(made), status=status, **counts(results))
+    status = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, check=False
+    ).returncode
+    return Result(
+        vllm=environment.vllm, build=describe(environment), status=status, **counts(results)
+    )
 
 
 def counts(results: Path) -> dict[str, int]:
-    """Passed, failed and skipped tests of a JUnit file of pytest's, zeros without one."""
+    """Return the passed, failed and skipped tests of a JUnit file; empty without a file."""
     if not results.is_file():
         return {}
     (suite,) = ET.parse(results).getroot().iter("testsuite")
@@ -94,14 +98,14 @@ def counts(results: Path) -> dict[str, int]:
     return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
 
 
-def described(made: Environment) -> str:
-    """What an environment has, with what is older there than its vLLM asks for."""
-    return "; ".join([made.build, *made.older])
+def describe(environment: Environment) -> str:
+    """Describe the vLLM build of an environment and packages older than it requires."""
+    return "; ".join([environment.build, *environment.older])
 
 
 def show(results: list[Result], console: Console) -> None:
     """Print the table."""
-    table = Table("vLLM", "passed", "failed", "skipped", "what ran")
+    table = Table("vLLM", "passed", "failed", "skipped", "build")
     for result in results:
         tests = (result.passed, result.failed, result.skipped)
         cells = map(str, tests) if result.status is not None else "-" * len(tests)
@@ -110,44 +114,49 @@ def show(results: list[Result], console: Console) -> None:
 
 
 def version(text: str) -> str:
-    """A version of vLLM, as it is typed.
+    """Parse a version of vLLM.
 
     Raises:
-        ArgumentTypeError: it is none, or one that the plugin refuses.
+        ArgumentTypeError: `text` is not a version, or the plugin does not accept it.
     """
     try:
-        given = Version(text)
+        parsed = Version(text)
     except InvalidVersion:
-        given = None
-    if given is None or given not in accepted():
+        parsed = None
+    if parsed is None or parsed not in accepted():
         raise argparse.ArgumentTypeError(
-            f"must be a version of vLLM in {accepted()}, got {text!r}; widen the cuda extra in"
-            " pyproject.toml and TESTED in engine/startup/vllm_hook.py to try another"
+            f"must be a version of vLLM in {accepted()}, got {text!r}; to try another one, widen"
+            " the cuda extra in pyproject.toml and TESTED in engine/startup/vllm_hook.py"
         )
-    return str(given)
+    return str(parsed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="compat", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--vllm", action="append", type=version, help=f"one of them; may be repeated; {VERSIONS}"
+        "--vllm",
+        action="append",
+        type=version,
+        help=f"version to test, repeatable (default: {', '.join(VERSIONS)})",
     )
-    parser.add_argument("--base", type=Path, default=ROOT / ".venv", help="the lock's environment")
-    parser.add_argument("tests", nargs="*", default=TESTS, help="what pytest runs")
+    parser.add_argument(
+        "--base", type=Path, default=ROOT / ".venv", help="environment made from the lock"
+    )
+    parser.add_argument("tests", nargs="*", default=TESTS, help="arguments for pytest")
     args = parser.parse_args()
-    console, base, made_in = Console(), args.base.absolute(), ROOT / ".cache" / "compat"
+    console, base, cache = Console(), args.base.absolute(), ROOT / ".cache" / "compat"
     results = []
-    for asked in args.vllm or VERSIONS:
-        console.print(f"vLLM {asked}: building its environment ...")
+    for vllm in args.vllm or VERSIONS:
+        console.print(f"vLLM {vllm}: building its environment ...")
         try:
-            made = build(asked, base, made_in / asked)
+            environment = build(vllm, base, cache / vllm)
         except BuildError as e:
-            results.append(Result(vllm=asked, build=str(e)))
+            results.append(Result(vllm=vllm, build=str(e)))
             continue
-        console.print(f"vLLM {asked}: {described(made)}")
-        if made.build != OVERLAY and Version(asked) > Version(locked()):
-            console.print(f"vLLM {asked} has a CPU build: requirements/cpu.lock can move to it.")
-        results.append(run_tests(made, list(args.tests), made_in))
+        console.print(f"vLLM {vllm}: {describe(environment)}")
+        if environment.build != OVERLAY and Version(vllm) > Version(locked()):
+            console.print(f"vLLM {vllm} has a CPU build: requirements/cpu.lock can move to it.")
+        results.append(run_tests(environment, list(args.tests), cache))
     show(results, console)
     sys.exit(0 if all(result.ok for result in results) else 1)
 

@@ -1,4 +1,4 @@
-"""What the tests of docker/ and deploy/ share: rendered objects, and the one installed image."""
+"""Shared fixtures of the docker/ and deploy/ tests: rendered overlays and one installed image."""
 
 import os
 import shutil
@@ -22,25 +22,25 @@ def kubectl_binary(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rendered(kubectl_binary):
-    """Overlay name -> its objects."""
+    """The rendered objects by overlay name."""
     return {name: render(kubectl_binary, name) for name in NAMES}
 
 
 @pytest.fixture(scope="session")
 def image(demo_model, tool) -> Iterator[ImageRoot]:
-    """The CPU image, built by the steps of its Dockerfile: 3.4 GB, so once for all."""
+    """The CPU image, built with the steps of its Dockerfile once per session (3.4 GB)."""
     if os.geteuid() != 0:
         missing("this test mounts file systems as a container engine does; run it as root")
     for name, package in (("unshare", "util-linux"), ("tini", "tini"), ("g++", "g++")):
         tool(name, f"Debian's package {package}")
     install, final = stages(ROOT / "docker" / "Dockerfile.cpu")
-    # not below /tmp, which the image has for itself
+    # Not below /tmp, because the image mounts its own /tmp.
     folder = Path(tempfile.mkdtemp(prefix="kvcompress-image-", dir="/var/tmp"))
     try:
         root = ImageRoot(folder / "root")
         copy_context(root.path / "src")
         root.build(install.run[0])
-        # the machine's packages stand for install-packages.sh: `make test` has run it
+        # `make test` has already run install-packages.sh, so the image uses the machine's packages.
         root.build("/src/docker/make-user.sh")
         shutil.copy(ROOT / final.copy[1][0], root.path / "opt" / "entrypoint.sh")
         shutil.rmtree(root.path / "src")

@@ -1,4 +1,4 @@
-"""A Dockerfile as data: enough of the format for the files in docker/."""
+"""Parse Dockerfiles, as far as the files in docker/ need it."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass
 class Stage:
-    """What one FROM begins.
+    """One build stage, from a FROM instruction on.
 
     Args:
-        run: commands of RUN without their mounts.
-        copy: sources and target of each COPY, without its options.
-        env: ENV, in order.
-        rest: every other instruction's text, by its name; the last one wins, as in an image.
+        run: commands of RUN instructions, without mounts.
+        copy: sources and target of each COPY, without options.
+        env: variables of ENV, in order.
+        rest: text of other instructions by name; the last one wins, as in an image.
     """
 
     run: list[str] = field(default_factory=list)
@@ -24,13 +24,13 @@ class Stage:
     rest: dict[str, str] = field(default_factory=dict)
 
     def command(self, name: str) -> list[str]:
-        """The exec form of ENTRYPOINT or of HEALTHCHECK's CMD; raises if it is another form."""
-        found: list[str] = json.loads(self.rest[name][self.rest[name].index("[") :])
-        return found
+        """Return the exec form of ENTRYPOINT or of HEALTHCHECK's CMD; other forms raise."""
+        arguments: list[str] = json.loads(self.rest[name][self.rest[name].index("[") :])
+        return arguments
 
 
 def stages(path: Path) -> list[Stage]:
-    """The stages of the Dockerfile at `path`, the image itself last."""
+    """Return the stages of a Dockerfile; the last one is the image."""
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
     found: list[Stage] = []
     for line in re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines():
@@ -39,11 +39,11 @@ def stages(path: Path) -> list[Stage]:
             found.append(Stage())
         if not name or not found:
             continue
-        stage, plain = found[-1], re.sub(r"--\S+\s+", "", text).strip()
+        stage, arguments = found[-1], re.sub(r"--\S+\s+", "", text).strip()
         if name == "RUN":
-            stage.run.append(plain)
+            stage.run.append(arguments)
         elif name == "COPY":
-            stage.copy.append(plain.split())
+            stage.copy.append(arguments.split())
         elif name == "ENV":
             stage.env.update(part.split("=", 1) for part in shlex.split(text))
         else:

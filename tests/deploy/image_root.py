@@ -1,8 +1,8 @@
-"""An image without a container engine: a root folder of its own, entered in new namespaces.
+"""Run an image without a container engine: a root folder, entered in new namespaces.
 
-The machine's /usr and its Python stand for the base image. All else is the image's: what its build
-steps wrote, a root file system that cannot be written, a user without rights, an own /tmp and an
-own process 1. Needs root, or whatever else may mount.
+The machine's /usr and Python replace the base image. Everything else is as in the image: the output
+of the build steps, a read-only root file system, an unprivileged user, its own /tmp and its own
+process 1. Needs root, or another user that can mount.
 """
 
 import os
@@ -17,7 +17,7 @@ _ENTER = r"""
 set -eu
 root=$1 state=$2 user=$3; shift 3
 mount --bind "$root" "$root"
-while [ "$1" != -- ]; do  # read-only folders of the machine, as SOURCE TARGET
+while [ "$1" != -- ]; do  # read-only folders of the machine: SOURCE TARGET
     mkdir -p "$root$2"
     mount --bind "$1" "$root$2"
     mount -o remount,bind,ro "$root$2"
@@ -39,8 +39,8 @@ exec /usr/sbin/chroot "$root" /usr/bin/setpriv "$@"
 """
 
 
-# Folders that a build sees below /run: a `sitecustomize` that lets pip take bytecode from the
-# suite's own environment, and that environment's packages.
+# Folders that a build sees below /run: a `sitecustomize` that makes pip reuse bytecode of the test
+# environment, and the packages of that environment.
 COMPILED_ONCE = {
     "compiled_once": Path(__file__).with_name("compiled_once"),
     "compiled": Path(sysconfig.get_path("purelib")),
@@ -48,7 +48,7 @@ COMPILED_ONCE = {
 
 
 class ImageRoot:
-    """A root folder; build in it with `build`, then start processes in it with `start`."""
+    """A root folder: `build` runs build steps in it, `start` starts processes of the image."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,11 +57,11 @@ class ImageRoot:
         path.chmod(0o755)
         for name in ("bin", "lib", "lib64", "sbin"):
             (path / name).symlink_to(f"usr/{name}")
-        # a copy: a build step adds a user
+        # A copy, because a build step adds a user.
         subprocess.run(["cp", "-a", "/etc", str(path / "etc")], check=True)
 
     def build(self, command: str) -> None:
-        """Run a build step as root; the folders that pip may be told to look in are there."""
+        """Run a build step as root, with the folders that pip's configuration may name."""
         offline = [str(p) for p in Path("/opt").iterdir() if p.is_dir()]
         pip = Path.home() / ".config" / "pip"
         binds = [(p, p) for p in offline] + [(str(pip), str(pip))] * pip.is_dir()
@@ -82,12 +82,12 @@ class ImageRoot:
         binds: Sequence[tuple[str, str]],
         log: Path,
     ) -> subprocess.Popen[bytes]:
-        """Start `argv` as process 1 of the finished image; ends with the returned process.
+        """Start `argv` as process 1 of the finished image. Killing the returned process ends it.
 
         Args:
             user: ``uid:gid``.
-            binds: further read-only folders, as source and target.
-            log: gets both outputs.
+            binds: more read-only folders, as source and target.
+            log: file for stdout and stderr.
         """
         with log.open("ab") as out:
             return subprocess.Popen(
@@ -97,10 +97,10 @@ class ImageRoot:
     def _argv(
         self, state: str, user: str, binds: Sequence[tuple[str, str]], argv: Sequence[str]
     ) -> list[str]:
-        always = [("/usr", "/usr"), ("/sys", "/sys")]
+        system = [("/usr", "/usr"), ("/sys", "/sys")]
         if not Path(sys.base_prefix).is_relative_to("/usr"):
-            always.append((sys.base_prefix, sys.base_prefix))
-        pairs = [part for pair in [*always, *binds] for part in pair]
+            system.append((sys.base_prefix, sys.base_prefix))
+        pairs = [part for pair in [*system, *binds] for part in pair]
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         return [
             *namespaces,
@@ -123,7 +123,7 @@ class ImageRoot:
 
 
 def first_process(started: subprocess.Popen[bytes]) -> int:
-    """The number, on this machine, of the image's process 1."""
+    """Return the pid on this machine of the image's process 1."""
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
     assert len(children) == 1, children
     return int(children[0])

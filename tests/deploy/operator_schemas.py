@@ -1,9 +1,9 @@
-"""Objects of operators, as far as deploy/ uses them; any other field is an error.
+"""JSON schemas of operator objects with only the fields that deploy/ uses; others are errors.
 
-No package of the index carries the operators' own schemas. Field names and types are those of
-monitoring.coreos.com/v1, leaderworkerset.x-k8s.io/v1, gateway.networking.k8s.io/v1,
-serving.kserve.io/v1alpha1 and v1beta1. Pod templates inside them are Kubernetes' own and checked as
-that.
+The operators publish their schemas in no Python package. Field names and types are those of
+monitoring.coreos.com/v1, leaderworkerset.x-k8s.io/v1, gateway.networking.k8s.io/v1, and
+serving.kserve.io/v1alpha1 and v1beta1. Pod templates inside them are checked with the Kubernetes
+schema.
 """
 
 from typing import Any
@@ -51,8 +51,8 @@ _ALERT = _object(
     labels=_STRINGS,
     annotations=_STRINGS,
 )
-_ITS_POD = {"type": "object"}  # checked as Kubernetes' own
-_TEMPLATE = _object({"spec": _ITS_POD}, metadata=_object({}, labels=_STRINGS, annotations=_STRINGS))
+_POD = {"type": "object"}  # checked with the Kubernetes schema
+_TEMPLATE = _object({"spec": _POD}, metadata=_object({}, labels=_STRINGS, annotations=_STRINGS))
 _SHARE = {"type": ["integer", "string"]}
 _MATCH = _object(
     {},
@@ -67,7 +67,7 @@ _FORMAT = _object(
 )
 _KEY = _object({"secretName": _STRING, "secretKey": _STRING})
 _STRING_LIST = {"type": "array", "items": _STRING}
-# Values of vLLM's production-stack chart: names and types of its values.schema.json.
+# Values of vLLM's production-stack chart, with names and types from its values.schema.json.
 PRODUCTION_STACK = _object(
     {
         "servingEngineSpec": _object(
@@ -106,8 +106,8 @@ PRODUCTION_STACK = _object(
             },
             vllmApiKey=_KEY,
             startupProbe=_object({}, periodSeconds=_COUNT, failureThreshold=_COUNT),
-            securityContext=_ITS_POD,
-            containerSecurityContext=_ITS_POD,
+            securityContext=_POD,
+            containerSecurityContext=_POD,
             serviceMonitor=_object(
                 {"enabled": {"type": "boolean"}},
                 additionalLabels=_STRINGS,
@@ -176,14 +176,14 @@ SCHEMAS = {
     "ServingRuntime": _kind(
         "ServingRuntime",
         _object(
-            {"containers": {"type": "array", "minItems": 1, "items": _ITS_POD}},
+            {"containers": {"type": "array", "minItems": 1, "items": _POD}},
             supportedModelFormats={"type": "array", "items": _FORMAT},
             protocolVersions={"type": "array", "items": _STRING},
             multiModel={"type": "boolean"},
             annotations=_STRINGS,
             labels=_STRINGS,
-            volumes={"type": "array", "items": _ITS_POD},
-            tolerations={"type": "array", "items": _ITS_POD},
+            volumes={"type": "array", "items": _POD},
+            tolerations={"type": "array", "items": _POD},
         ),
         "serving.kserve.io/v1alpha1",
     ),
@@ -198,8 +198,8 @@ SCHEMAS = {
                             runtime=_STRING,
                             storageUri=_STRING,
                             args={"type": "array", "items": _STRING},
-                            env={"type": "array", "items": _ITS_POD},
-                            resources=_ITS_POD,
+                            env={"type": "array", "items": _POD},
+                            resources=_POD,
                         )
                     },
                     minReplicas=_COUNT,
@@ -207,7 +207,7 @@ SCHEMAS = {
                     timeout=_COUNT,
                     serviceAccountName=_STRING,
                     automountServiceAccountToken={"type": "boolean"},
-                    securityContext=_ITS_POD,
+                    securityContext=_POD,
                     terminationGracePeriodSeconds=_COUNT,
                 )
             }

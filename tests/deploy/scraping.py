@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a real server, and questions to it."""
+"""Run a real Prometheus that scrapes a real server, and query it."""
 
 import json
 import re
@@ -23,28 +23,28 @@ class Prometheus:
     """A running Prometheus.
 
     Args:
-        at: seconds of the epoch for which all is asked; now, if None.
+        at: time of all queries in seconds since the epoch; None means now.
     """
 
     url: str
     at: float | None = None
 
-    def ask(self, path: str, **parameters: Any) -> Any:
-        """``data`` of its answer; raises AssertionError, with its words, if it has an error."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=300).json()
-        assert answer["status"] == "success", f"{parameters}: {answer['error']}"
-        return answer["data"]
+    def get(self, path: str, **parameters: Any) -> Any:
+        """Return ``data`` of a response; an error response raises AssertionError."""
+        response = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=300).json()
+        assert response["status"] == "success", f"{parameters}: {response['error']}"
+        return response["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         moment = {} if self.at is None else {"time": self.at}
-        found: list[dict[str, Any]] = self.ask("query", query=expression, **moment)["result"]
+        found: list[dict[str, Any]] = self.get("query", query=expression, **moment)["result"]
         return found
 
     def names(self) -> set[str]:
-        return set(self.ask("label/__name__/values"))
+        return set(self.get("label/__name__/values"))
 
     def wait(self, expression: str, deadline_s: float = 300) -> None:
-        """Until `expression` has a result."""
+        """Wait until `expression` has a result."""
         end = time.monotonic() + deadline_s
         while not self.query(expression):
             assert time.monotonic() < end, f"{expression}: no result within {deadline_s} s"
@@ -61,7 +61,7 @@ def prometheus(
     labels: Mapping[str, str],
     rules: Mapping[str, Any],
 ) -> Iterator[Prometheus]:
-    """Scrape `target` (host:port) each second as `job`, with `labels` as Kubernetes gives them."""
+    """Run a Prometheus that scrapes `target` (host:port) every second as `job` with `labels`."""
     (folder / "rules.yml").write_text(yaml.safe_dump(dict(rules)))
     scrape = {
         "job_name": job,
@@ -103,10 +103,10 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def panels(dashboard: Path) -> list[tuple[str, str]]:
-    """Title and query of all panels, with Grafana's variables as for "All" and ten minutes."""
+    """Return title and query of all panels, with Grafana's variables for "All" and ten minutes."""
     found: Sequence[Any] = json.loads(dashboard.read_text())["panels"]
-    filled = {"$__rate_interval": "10m", "$__range": "10m", "$model": ".*", "$pod": ".*"}
+    variables = {"$__rate_interval": "10m", "$__range": "10m", "$model": ".*", "$pod": ".*"}
     queries = [(p["title"], t["expr"]) for p in found for t in p.get("targets", [])]
-    for name, value in filled.items():
+    for name, value in variables.items():
         queries = [(title, query.replace(name, value)) for title, query in queries]
     return queries

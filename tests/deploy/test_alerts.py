@@ -1,4 +1,4 @@
-"""The alert rules: promtool's opinion, a unit test of each, and a runbook section of each."""
+"""The alert rules pass promtool, and each has unit tests and a runbook section."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manifests import ROOT, alerts, container, one, rules
+from manifests import ROOT, alerts, container, find_object, rules
 
 UNIT_TESTS = Path(__file__).with_name("alerts.yaml")
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
@@ -34,7 +34,7 @@ def test_promtool_accepts_the_rules(promtool):
     assert f"{len(alerts())} rules found" in done.stdout
 
 
-def test_alerts_fire_and_stay_silent_as_their_unit_tests_say(promtool):
+def test_the_unit_tests_of_the_alerts_pass(promtool):
     done = promtool("test", "rules", "alerts.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -50,7 +50,7 @@ def test_alerts_fire_and_stay_silent_as_their_unit_tests_say(promtool):
         ('{job="vllm-kvcompress"}[10m]', "[10m]"),
     ],
 )
-def test_the_unit_tests_notice_a_changed_rule(promtool, tmp_path, change):
+def test_the_unit_tests_fail_for_a_changed_rule(promtool, tmp_path, change):
     path = tmp_path / "rules.yaml"
     changed = yaml.safe_load(path.read_text())
     ours = changed["groups"][0]["rules"]
@@ -61,8 +61,8 @@ def test_the_unit_tests_notice_a_changed_rule(promtool, tmp_path, change):
     assert promtool("test", "rules", "alerts.yaml").returncode != 0
 
 
-def test_another_deployments_server_does_not_hide_that_ours_is_gone(promtool, tmp_path, rendered):
-    spec = one(rendered["example"], "PrometheusRule")["spec"]
+def test_a_server_in_another_namespace_does_not_hide_a_missing_one(promtool, tmp_path, rendered):
+    spec = find_object(rendered["example"], "PrometheusRule")["spec"]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
 
     def firing(namespace, expected):
@@ -87,7 +87,7 @@ def test_another_deployments_server_does_not_hide_that_ours_is_gone(promtool, tm
 
 
 @pytest.mark.parametrize("name", sorted(alerts()))
-def test_each_has_a_case_that_fires_and_one_that_does_not(name):
+def test_each_alert_has_a_unit_test_that_fires_and_one_that_does_not(name):
     found = [
         case["exp_alerts"]
         for test in yaml.safe_load(UNIT_TESTS.read_text())["tests"]
@@ -99,7 +99,7 @@ def test_each_has_a_case_that_fires_and_one_that_does_not(name):
 
 
 @pytest.mark.parametrize(("name", "rule"), sorted(alerts().items()))
-def test_each_says_what_to_do(name, rule):
+def test_each_alert_has_a_runbook_section(name, rule):
     assert rule["labels"]["severity"] in {"critical", "warning"}
     assert re.fullmatch(r"\d+m", rule["for"])
     assert rule["annotations"]["summary"].endswith(".")
@@ -111,24 +111,27 @@ def test_each_says_what_to_do(name, rule):
     assert len(section[1].split()) > 15
 
 
-def test_the_runbook_has_no_section_of_an_alert_that_is_gone():
+def test_the_runbook_has_only_sections_of_existing_alerts():
     assert set(re.findall(r"^### (KVCompress\w+)$", RUNBOOK, re.M)) == set(alerts())
 
 
-def test_the_kept_share_has_no_budget_of_its_own():
-    """It follows the server's: a number by hand would be forgotten."""
+def test_the_kept_share_alert_uses_the_budget_of_the_server():
+    """A number in the rule would not follow changes of the server's budget."""
     rule = alerts()["KVCompressKeptShareOff"]["expr"]
     for unit in ("ratio", "tokens"):
         assert f'vllm:kv_compress_budget{{unit="{unit}"}}' in rule
     assert re.findall(r"(?<![\w\[])[\d.]+(?![\dm])", rule) == ["2"]
 
 
-def test_the_job_that_must_be_up_is_the_one_that_is_scraped(rendered):
-    monitor = one(rendered["gpu"], "ServiceMonitor")
-    service = one(rendered["gpu"], "Service")
+def test_the_alerts_select_the_scraped_job(rendered):
+    monitor = find_object(rendered["gpu"], "ServiceMonitor")
+    service = find_object(rendered["gpu"], "Service")
     job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
     assert f'absent(up{{job="{job}", namespace=~".*"}})' in alerts()["KVCompressServerDown"]["expr"]
-    for name, rule in alerts().items():  # what every vLLM exports, of this deployment only
+    for (
+        name,
+        rule,
+    ) in alerts().items():  # metrics of plain vLLM must be restricted to this deployment
         for metric, labels in re.findall(r"(vllm:\w+)(\{[^}]*\})?", rule["expr"]):
             if not metric.startswith("vllm:kv_compress_"):
                 assert labels == f'{{job="{job}"}}', (name, metric)

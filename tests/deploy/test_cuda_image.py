@@ -1,4 +1,4 @@
-"""The CUDA image's install step, run beside CI's vLLM, and what it has brought there."""
+"""The CUDA image's install step adds the plugin and matplotlib to an existing vLLM."""
 
 import json
 import os
@@ -20,33 +20,35 @@ from manifests import ROOT
 DOCKER = ROOT / "docker"
 LOCK = (ROOT / "requirements" / "pictures.lock").read_text()
 PICTURES = re.findall(r"^([\w.-]+)==", LOCK, re.MULTILINE)
-THERE = "pyparsing"
-"""Of that lock, what the official image of this test happens to have, in a version of its own."""
+PREINSTALLED = "pyparsing"
+"""A package of that lock that the simulated base image already has in another version."""
 
 
-def packages(names):
-    """What lies in site-packages for these distributions."""
+def site_packages_of(names):
+    """Return the entries in site-packages of the distributions `names`."""
     files = [file for name in names for file in distribution(name).files or []]
     return {file.parts[0] for file in files} - {"..", "__pycache__"}
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A Python that has vLLM and what it asks for, as the official image's has, after the step.
+    """A Python environment with vLLM, as in the official image, after the install step.
 
-    Its folder, its site-packages, and what the step put there.
+    Returns its folder, its site-packages folder, and the names that the step added there.
     """
     folder = tmp_path_factory.mktemp("image") / "python"
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     ours = Path(sys.executable).parent.parent / site.relative_to(folder)
-    away = packages(PICTURES)
+    not_preinstalled = site_packages_of(PICTURES)
     for found in ours.iterdir():
-        if "kvcompress" not in found.name and found.name not in away:
+        if "kvcompress" not in found.name and found.name not in not_preinstalled:
             (site / found.name).symlink_to(found)
-    (site / THERE).symlink_to(ours / THERE)
-    (site / f"{THERE}-3.0.9.dist-info").mkdir()
-    (site / f"{THERE}-3.0.9.dist-info" / "METADATA").write_text(f"Name: {THERE}\nVersion: 3.0.9\n")
+    (site / PREINSTALLED).symlink_to(ours / PREINSTALLED)
+    (site / f"{PREINSTALLED}-3.0.9.dist-info").mkdir()
+    (site / f"{PREINSTALLED}-3.0.9.dist-info" / "METADATA").write_text(
+        f"Name: {PREINSTALLED}\nVersion: 3.0.9\n"
+    )
     (folder / "bin" / "vllm").symlink_to(Path(sys.executable).with_name("vllm"))
     before = {path.name for path in site.iterdir()}
     source = tmp_path_factory.mktemp("src")
@@ -58,28 +60,28 @@ def installed(tmp_path_factory):
     return folder, site, {path.name for path in site.iterdir()} - before
 
 
-def test_it_gets_the_plugin_and_matplotlib_and_nothing_else(installed):
+def test_the_step_adds_only_the_plugin_and_matplotlib(installed):
     folder, site, new = installed
     plugin = {name for name in new if "kvcompress" in name}
     assert {name.partition("-")[0] for name in plugin} == {"vllm_kvcompress", "kvcompress_kernels"}
-    brought = packages(name for name in PICTURES if name != THERE)
-    assert "matplotlib" in brought
-    assert new - plugin - {"__pycache__"} == brought
-    assert (site / f"{THERE}-3.0.9.dist-info").is_dir()
+    added = site_packages_of(name for name in PICTURES if name != PREINSTALLED)
+    assert "matplotlib" in added
+    assert new - plugin - {"__pycache__"} == added
+    assert (site / f"{PREINSTALLED}-3.0.9.dist-info").is_dir()
     assert (folder / "bin" / "kvcompress").is_file()
 
 
 @pytest.fixture
 def without_vllm(tmp_path):
-    """The environment of a process that cannot import vLLM, nor what is not installed."""
+    """Environment variables of a process that cannot import vLLM."""
     (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "vllm.py").write_text("raise ImportError('no vLLM is here')\n")
+    (tmp_path / "first" / "vllm.py").write_text("raise ImportError('vLLM is not available')\n")
     return {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": "first",
             "COLUMNS": "160"}  # fmt: skip
 
 
-def test_an_installed_compare_needs_no_vllm_and_draws(installed, without_vllm, tmp_path):
-    """The wheel's own files: pip has built it from the source and unpacked it."""
+def test_the_installed_compare_works_without_vllm_and_draws(installed, without_vllm, tmp_path):
+    """The wheel that pip built has the same files as the source."""
     folder, site, _ = installed
     tasks = ROOT / "vllm_kvcompress" / "compare" / "tasks"
     for path in [*tasks.glob("*.py"), *tasks.parent.glob("*.py")]:
@@ -106,8 +108,8 @@ def test_an_installed_compare_needs_no_vllm_and_draws(installed, without_vllm, t
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_its_last_step_refuses_an_image_that_cannot_serve_or_draw(installed, tmp_path):
-    """One with another vLLM, a package that is too old for matplotlib, and no command."""
+def test_verify_rejects_an_incomplete_image(installed, tmp_path):
+    """The image has another vLLM, a package too old for matplotlib, and no kvcompress command."""
     shutil.copytree(installed[0], tmp_path / "python", symlinks=True)
     python = tmp_path / "python"
     (site,) = python.glob("lib/python*/site-packages")
@@ -117,7 +119,7 @@ def test_its_last_step_refuses_an_image_that_cannot_serve_or_draw(installed, tmp
     (site / "vllm-0.40.0.dist-info").mkdir()
     other = site / "vllm-0.40.0.dist-info" / "METADATA"
     other.write_text(text.replace("Version: 0.32.0+cpu", "Version: 0.40.0"))
-    old = site / f"{THERE}-3.0.9.dist-info" / "METADATA"
+    old = site / f"{PREINSTALLED}-3.0.9.dist-info" / "METADATA"
     old.write_text(old.read_text().replace("3.0.9", "2.4.7"))
     shutil.rmtree(next(site.glob("cycler-*")))
     (python / "bin" / "kvcompress").unlink()
@@ -127,4 +129,4 @@ def test_its_last_step_refuses_an_image_that_cannot_serve_or_draw(installed, tmp
     assert "vllm-kvcompress needs vllm<0.34,>=0.31, got 0.40.0" in done.stderr
     assert "matplotlib needs pyparsing>=3, got 2.4.7" in done.stderr
     assert "matplotlib needs cycler>=0.10, which is missing" in done.stderr
-    assert "the command `kvcompress` must lie beside" in done.stderr
+    assert "the command `kvcompress` is not in the folder of" in done.stderr

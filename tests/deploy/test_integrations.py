@@ -1,8 +1,8 @@
-"""deploy/'s recipes for others' charts, runtimes and proxies.
+"""deploy/'s recipes for charts, runtimes and proxies of other projects.
 
-No package of the index carries production-stack's schema, and KServe's and LiteLLM's bring half of
-another server. So their fields are written down in operator_schemas, and vLLM parses what reaches
-it.
+production-stack publishes its schema in no Python package, and KServe's and LiteLLM's packages
+bring large parts of other servers. So operator_schemas lists their fields, and vLLM parses the
+arguments that reach it.
 """
 
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from manifests import NEWEST, OLDEST, ROOT, arguments, parsed
+from manifests import NEWEST, OLDEST, ROOT, arguments, parse_serve
 from operator_schemas import PRODUCTION_STACK, SCHEMAS
 from vllm_kvcompress.engine.startup.connectors import REFUSALS
 from vllm_kvcompress.settings.config import CompressionConfig
@@ -34,10 +34,10 @@ LITELLM = read("litellm/config.yaml")["model_list"]
 
 
 def kserve_pod():
-    """The pod that KServe makes of both: the service's model over the runtime's container."""
-    (own,) = RUNTIME["spec"]["containers"]
+    """Return KServe's pod: the runtime's container with the model of the InferenceService."""
+    (main_container,) = RUNTIME["spec"]["containers"]
     predictor = SERVICE["spec"]["predictor"]
-    own = {**own, "resources": predictor["model"]["resources"]}
+    main_container = {**main_container, "resources": predictor["model"]["resources"]}
     kept = (
         "serviceAccountName",
         "automountServiceAccountToken",
@@ -45,7 +45,7 @@ def kserve_pod():
         "terminationGracePeriodSeconds",
     )
     return {
-        "containers": [own],
+        "containers": [main_container],
         "volumes": RUNTIME["spec"]["volumes"],
         "tolerations": RUNTIME["spec"]["tolerations"],
         **{name: predictor[name] for name in kept},
@@ -53,9 +53,13 @@ def kserve_pod():
 
 
 def stack_pod():
-    """The part of the chart's pod that the values write word for word."""
-    own = {"name": "vllm", "image": "any", "securityContext": STACK["containerSecurityContext"]}
-    return {"containers": [own], "securityContext": STACK["securityContext"]}
+    """Return the part of the chart's pod that comes directly from the values."""
+    main_container = {
+        "name": "vllm",
+        "image": "any",
+        "securityContext": STACK["containerSecurityContext"],
+    }
+    return {"containers": [main_container], "securityContext": STACK["securityContext"]}
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -65,7 +69,7 @@ def test_the_pods_are_valid(spec, version):
     kubernetes_validate.validate(pod, version, strict=True)
 
 
-def test_every_field_is_one_that_the_project_has():
+def test_all_fields_exist_in_the_projects_schemas():
     jsonschema.validate(RUNTIME, SCHEMAS["ServingRuntime"])
     jsonschema.validate(SERVICE, SCHEMAS["InferenceService"])
     jsonschema.validate({"servingEngineSpec": STACK}, PRODUCTION_STACK)
@@ -74,17 +78,17 @@ def test_every_field_is_one_that_the_project_has():
     assert model["runtime"] == RUNTIME["metadata"]["name"]
     formats = [entry["name"] for entry in RUNTIME["spec"]["supportedModelFormats"]]
     assert model["modelFormat"]["name"] in formats
-    (own,) = RUNTIME["spec"]["containers"]
-    assert own["name"] == "kserve-container"  # the one that KServe gives the model to
-    mounted = {mount["mountPath"] for mount in own["volumeMounts"]}
+    (main_container,) = RUNTIME["spec"]["containers"]
+    assert main_container["name"] == "kserve-container"  # KServe adds the model to this container
+    mounted = {mount["mountPath"] for mount in main_container["volumeMounts"]}
     assert mounted == {"/models", "/scratch", "/tmp", "/dev/shm"}
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_kserves_pods_are_closed_and_may_fetch_a_gated_model(version):
-    for made in (ACCOUNT, POLICY):
-        kubernetes_validate.validate(made, version, strict=True)
-    # KServe gives its storage initializer HF_TOKEN of the account's Secrets
+def test_kserve_pods_have_a_policy_and_can_download_a_gated_model(version):
+    for item in (ACCOUNT, POLICY):
+        kubernetes_validate.validate(item, version, strict=True)
+    # KServe's storage initializer gets HF_TOKEN from the account's Secrets.
     assert SERVICE["spec"]["predictor"]["serviceAccountName"] == ACCOUNT["metadata"]["name"]
     assert ACCOUNT["secrets"] == [{"name": "vllm-hub"}]
     label = "serving.kserve.io/inferenceservice"
@@ -92,45 +96,47 @@ def test_kserves_pods_are_closed_and_may_fetch_a_gated_model(version):
     (rule,) = POLICY["spec"]["ingress"]
     ours = yaml.safe_load((DEPLOY / "base" / "networkpolicy.yaml").read_text())
     assert rule["from"] == ours["spec"]["ingress"][0]["from"]
-    (own,) = RUNTIME["spec"]["containers"]
-    assert rule["ports"] == [{"port": own["ports"][0]["containerPort"]}]
+    (main_container,) = RUNTIME["spec"]["containers"]
+    assert rule["ports"] == [{"port": main_container["ports"][0]["containerPort"]}]
 
 
 def flags(name):
     if name == "kserve":
-        (own,) = RUNTIME["spec"]["containers"]
-        return [*own["args"][1:], *SERVICE["spec"]["predictor"]["model"]["args"]]
+        (main_container,) = RUNTIME["spec"]["containers"]
+        return [*main_container["args"][1:], *SERVICE["spec"]["predictor"]["model"]["args"]]
     (model,) = STACK["modelSpec"]
     return ["--host=0.0.0.0", "--port=8000", *model["vllmConfig"]["extraArgs"]]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["kserve", "production-stack"])
-def test_vllm_takes_their_arguments(name, rendered, demo_model):
-    args, engine = parsed([demo_model, *flags(name)])
+def test_vllm_accepts_the_arguments_of_the_recipe(name, rendered, demo_model):
+    args, engine = parse_serve([demo_model, *flags(name)])
     assert (args.host, args.port) == ("0.0.0.0", 8000)
     settings = CompressionConfig.parse(engine.additional_config["kvcompress"])
-    _, ours = parsed([demo_model, *arguments(rendered["gpu"])[1:]])
+    _, ours = parse_serve([demo_model, *arguments(rendered["gpu"])[1:]])
     assert settings == CompressionConfig.parse(ours.additional_config["kvcompress"])
 
 
 @pytest.mark.engine
-def test_one_engine_computes_prompts_and_the_other_compresses_them(demo_model):
-    """Engines that NIXL lets speak with each other, and a router that finds both."""
+def test_the_disaggregated_engines_and_router_match(demo_model):
+    """NIXL accepts both engines, only decode compresses, and the router selects both."""
     engines = {}
-    for own in (PREFILL, DECODE):
-        extra = own["vllmConfig"]["extraArgs"]
-        _, engines[own["name"]] = parsed([demo_model, "--host=0.0.0.0", "--port=8000", *extra])
+    for main_container in (PREFILL, DECODE):
+        extra = main_container["vllmConfig"]["extraArgs"]
+        _, engines[main_container["name"]] = parse_serve(
+            [demo_model, "--host=0.0.0.0", "--port=8000", *extra]
+        )
     prefill, decode = engines.values()
     assert not CompressionConfig.parse(prefill.additional_config.get("kvcompress", {})).active
-    own = CompressionConfig.parse(decode.additional_config["kvcompress"])
+    main_container = CompressionConfig.parse(decode.additional_config["kvcompress"])
     config = SimpleNamespace(
         kv_transfer_config=decode.kv_transfer_config,
         device_config=SimpleNamespace(device_type=decode.kv_transfer_config.kv_buffer_device),
         parallel_config=SimpleNamespace(),
     )
-    for refusal in REFUSALS[:-1]:  # the last is about the model
-        assert refusal(config, own) is None
+    for refusal in REFUSALS[:-1]:  # the last one checks the model
+        assert refusal(config, main_container) is None
     assert prefill.kv_transfer_config.kv_role == "kv_producer"
     assert prefill.attention_backend == decode.attention_backend == "FLASH_ATTN"
     for key in ("repository", "tag", "modelURL", "env"):
@@ -151,17 +157,19 @@ def test_one_engine_computes_prompts_and_the_other_compresses_them(demo_model):
 
 
 @pytest.mark.parametrize("name", ["gpu", "canary"])
-def test_litellms_names_stand_for_what_the_pods_allow(rendered, name):
+def test_litellm_models_use_settings_that_the_pods_allow(rendered, name):
     valued = [a[5:] for a in arguments(rendered[name]) if a.startswith("--kv-") and "=" in a]
     given = dict(a.split("=", 1) for a in valued)
     pods = CompressionConfig.parse({k.replace("-", "_"): v for k, v in given.items()})
-    asked = {}
+    settings_by_model = {}
     for entry in LITELLM:
         parameters = entry["litellm_params"]
         assert parameters.keys() == {"model", "api_base", "api_key", "extra_body"}
-        assert parameters["model"].startswith("hosted_vllm/")  # passes extra_body on as it is
+        assert parameters["model"].startswith("hosted_vllm/")  # it forwards extra_body unchanged
         assert parameters["api_key"] == "os.environ/VLLM_API_KEY"
-        asked[entry["model_name"]] = settings_for(pods, parameters["extra_body"]["vllm_xargs"])
-    assert asked["llama-3.1-8b"] is None
-    compressed = asked["llama-3.1-8b@kv0.2"]
+        settings_by_model[entry["model_name"]] = settings_for(
+            pods, parameters["extra_body"]["vllm_xargs"]
+        )
+    assert settings_by_model["llama-3.1-8b"] is None
+    compressed = settings_by_model["llama-3.1-8b@kv0.2"]
     assert (compressed.compress, compressed.budget) == ("cake-chunk", 0.2)

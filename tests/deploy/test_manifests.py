@@ -1,4 +1,4 @@
-"""deploy/: every overlay renders, is valid, is locked down, and gives vLLM what it accepts."""
+"""deploy/: every overlay renders, is valid and has restricted permissions."""
 
 import re
 import shutil
@@ -15,11 +15,11 @@ from manifests import (
     ROOT,
     arguments,
     container,
-    fetches,
-    one,
+    downloads_model,
+    find_object,
     pods,
     render,
-    selected,
+    selects,
 )
 from operator_schemas import SCHEMAS
 from vllm_kvcompress import __version__
@@ -47,32 +47,32 @@ def test_every_object_is_valid(any_objects, version):
             jsonschema.validate(found, SCHEMAS[found["kind"]])
         else:
             kubernetes_validate.validate(found, version, strict=True)
-    for template in pods(any_objects):  # the operators' own kinds have no schema for these
+    for template in pods(any_objects):  # operator schemas do not check pod templates
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}}
         kubernetes_validate.validate({**pod, "spec": template["spec"]}, version, strict=True)
 
 
-def test_the_schemas_refuse_what_kubernetes_would(rendered):
-    deployment = one(rendered["gpu"], "Deployment")
+def test_the_schemas_reject_unknown_fields(rendered):
+    deployment = find_object(rendered["gpu"], "Deployment")
     broken = {**deployment, "spec": {**deployment["spec"], "replica": 2}}
     with pytest.raises(jsonschema.ValidationError, match="replica"):
         kubernetes_validate.validate(broken, NEWEST, strict=True)
-    monitor = one(rendered["gpu"], "ServiceMonitor")
+    monitor = find_object(rendered["gpu"], "ServiceMonitor")
     broken = {**monitor, "spec": {**monitor["spec"], "endpoint": []}}
     with pytest.raises(jsonschema.ValidationError, match="endpoint"):
         jsonschema.validate(broken, SCHEMAS["ServiceMonitor"])
 
 
-def test_a_kubectl_of_this_machine_renders_the_same(rendered):
-    """Users have other versions than the one in the lock; here is one more if there is one."""
+def test_another_kubectl_version_renders_the_same(rendered):
+    """Users have other versions than the lock; test the one on this machine, if any."""
     other = shutil.which("kubectl")
     if other is None:
-        pytest.skip("there is no other kubectl on this machine")
+        pytest.skip("no other kubectl on this machine")
     for name in NAMES:
         assert render(other, name) == rendered[name], name
 
 
-def test_it_may_do_nothing_that_it_need_not(any_objects, request):
+def test_pods_have_minimal_permissions(any_objects, request):
     openshift = "openshift" in request.node.name
     for template in pods(any_objects):
         pod = template["spec"]
@@ -82,69 +82,75 @@ def test_it_may_do_nothing_that_it_need_not(any_objects, request):
             assert pod["serviceAccountName"] == accounts[0]["metadata"]["name"]
         assert pod["enableServiceLinks"] is False
         context = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-        if not openshift:  # its SCC gives each namespace users of its own, and refuses any other
+        if not openshift:  # its SCC assigns a uid per namespace and rejects others
             context |= dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 10001)
             context["fsGroupChangePolicy"] = "OnRootMismatch"
         assert pod["securityContext"] == context
-        (own,) = pod["containers"]
-        assert own["securityContext"] == {
+        (main_container,) = pod["containers"]
+        assert main_container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        assert own["resources"]["requests"].keys() == {"cpu", "memory"}
-        assert "memory" in own["resources"]["limits"]
+        assert main_container["resources"]["requests"].keys() == {"cpu", "memory"}
+        assert "memory" in main_container["resources"]["limits"]
 
 
 def test_all_that_the_images_write_to_is_mounted(any_objects, request):
     needed = {"/models", "/scratch", "/tmp", "/dev/shm"}
     for template in pods(any_objects):
-        (own,) = template["spec"]["containers"]
-        mounted = {mount["mountPath"] for mount in own["volumeMounts"]}
-        assert mounted - {"/compiled"} == (needed - {"/dev/shm"} if fetches(own) else needed)
+        (main_container,) = template["spec"]["containers"]
+        mounted = {mount["mountPath"] for mount in main_container["volumeMounts"]}
+        assert mounted - {"/compiled"} == (
+            needed - {"/dev/shm"} if downloads_model(main_container) else needed
+        )
         assert {v["name"] for v in template["spec"]["volumes"]} == {
-            mount["name"] for mount in own["volumeMounts"]
+            mount["name"] for mount in main_container["volumeMounts"]
         }
 
 
 @pytest.mark.parametrize("name", GPU)
 def test_what_is_compiled_outlives_a_pod(rendered, name):
     for template in pods(rendered[name]):
-        (own,) = template["spec"]["containers"]
-        names = [entry["name"] for entry in own["env"]]
-        values = {e["name"]: e["value"] for e in own["env"] if "value" in e}
+        (main_container,) = template["spec"]["containers"]
+        names = [entry["name"] for entry in main_container["env"]]
+        values = {e["name"]: e["value"] for e in main_container["env"] if "value" in e}
         kept = {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
         assert values.keys() >= kept
         for variable in kept:
             assert values[variable].startswith("/compiled/$(NODE_NAME)/")
-            assert names.index("NODE_NAME") < names.index(variable)  # or kubelet leaves it as it is
+            assert names.index("NODE_NAME") < names.index(
+                variable
+            )  # otherwise kubelet does not expand it
         (volume,) = [v for v in template["spec"]["volumes"] if v["name"] == "compiled"]
         claim = volume["persistentVolumeClaim"]["claimName"]
-    beside = {"canary": "gpu", "example/canary": "example"}  # whose volumes it mounts
-    made = rendered[beside.get(name, name)]
-    assert one(made, "PersistentVolumeClaim", claim)["spec"]["accessModes"] == ["ReadWriteMany"]
+    volumes_of = {"canary": "gpu", "example/canary": "example"}
+    owner = rendered[volumes_of.get(name, name)]
+    assert find_object(owner, "PersistentVolumeClaim", claim)["spec"]["accessModes"] == [
+        "ReadWriteMany"
+    ]
 
 
-def test_secrets_are_named_and_a_gpus_api_key_must_be_there(any_objects, request):
+def test_secrets_are_references_and_gpu_pods_require_the_api_key(any_objects, request):
     assert not [o for o in any_objects if o["kind"] == "Secret"]
     for template in pods(any_objects):
-        (own,) = template["spec"]["containers"]
+        (main_container,) = template["spec"]["containers"]
         secrets = {
             entry["name"]: entry["valueFrom"]["secretKeyRef"]
-            for entry in own["env"]
+            for entry in main_container["env"]
             if "secretKeyRef" in entry.get("valueFrom", {})
         }
         token = {"name": "vllm-secrets", "key": "hf-token", "optional": True}
         assert secrets.pop("HF_TOKEN") == token
-        if fetches(own):
+        if downloads_model(main_container):
             assert not secrets
             continue
-        optional = "gpu" not in str(own["resources"])
+        optional = "gpu" not in str(main_container["resources"])
         key = {"name": "vllm-secrets", "key": "api-key", "optional": optional}
         assert secrets == {"VLLM_API_KEY": key}
 
 
-def test_running_requests_are_given_time_to_end(objects):
+def test_running_requests_have_time_to_finish(objects):
     pod = pods(objects)[0]["spec"]
     sleep = int(container(objects)["lifecycle"]["preStop"]["exec"]["command"][1])
     drain = int(re.search(r"--shutdown-timeout=(\d+)", " ".join(container(objects)["args"]))[1])
@@ -154,144 +160,147 @@ def test_running_requests_are_given_time_to_end(objects):
     assert sleep >= ready["periodSeconds"]
 
 
-def test_every_selector_finds_the_pods_and_no_others(rendered):
+def test_selectors_match_only_their_own_pods(rendered):
     def labels(name):
         return pods(rendered[name])[0]["metadata"]["labels"]
 
-    # all others stand in each other's place, and the groups in one another's
-    apart = {"canary", "multi-node", "prefetch"}
+    # Only these overlays run at the same time as another one. All others replace each other.
+    separate = {"canary", "multi-node", "prefetch"}
     for path, objects in rendered.items():
         name = path.rpartition("/")[2].removesuffix("-ray")
-        for made in objects:
+        for item in objects:
             kinds = {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
-            if made["kind"] not in kinds:
+            if item["kind"] not in kinds:
                 continue
-            policy = made["kind"] == "NetworkPolicy"
-            selector = made["spec"]["podSelector" if policy else "selector"]
-            assert selected(selector, labels(path)), (path, made["kind"])
-            for other in ({"gpu"} | apart) - {name}:
-                if name in apart or other in apart:
-                    assert not selected(selector, labels(other)), (name, made["kind"], other)
+            policy = item["kind"] == "NetworkPolicy"
+            selector = item["spec"]["podSelector" if policy else "selector"]
+            assert selects(selector, labels(path)), (path, item["kind"])
+            for other in ({"gpu"} | separate) - {name}:
+                if name in separate or other in separate:
+                    assert not selects(selector, labels(other)), (name, item["kind"], other)
         if monitors := [o for o in objects if o["kind"] == "ServiceMonitor"]:
-            wanted = monitors[0]["spec"]["selector"]["matchLabels"].items()
-            assert wanted <= one(objects, "Service")["metadata"]["labels"].items()
-            assert wanted <= one(rendered["canary"], "Service")["metadata"]["labels"].items()
+            labels_of_monitor = monitors[0]["spec"]["selector"]["matchLabels"].items()
+            assert (
+                labels_of_monitor <= find_object(objects, "Service")["metadata"]["labels"].items()
+            )
+            assert (
+                labels_of_monitor
+                <= find_object(rendered["canary"], "Service")["metadata"]["labels"].items()
+            )
 
 
 def peers(policy, port):
-    """Whom an ingress rule for `port` lets in."""
+    """Return the peers that ingress rules for `port` admit."""
     rules = policy["spec"]["ingress"]
     return [
         p for r in rules if {"port": port} in r.get("ports", [{"port": port}]) for p in r["from"]
     ]
 
 
-def test_whoever_wants_in_says_so_or_is_prometheus(objects, request):
-    policy = one(objects, "NetworkPolicy")
-    here = [p["podSelector"] for p in peers(policy, "http") if "podSelector" in p]
+def test_only_labelled_clients_prometheus_and_the_gateway_are_admitted(objects, request):
+    policy = find_object(objects, "NetworkPolicy")
+    pod_selectors = [p["podSelector"] for p in peers(policy, "http") if "podSelector" in p]
     client = {"vllm-kvcompress/client": "yes"}
-    own = pods(objects)[0]["metadata"]["labels"]
-    assert any(selected(selector, client) for selector in here)
-    assert not any(selected(selector, {"app": "another"}) for selector in here)
-    group = "multi-node" in request.node.name  # whose machines talk to each other
-    assert any(selected(selector, own) for selector in here) == group
-    spaces = [
+    main_container = pods(objects)[0]["metadata"]["labels"]
+    assert any(selects(selector, client) for selector in pod_selectors)
+    assert not any(selects(selector, {"app": "another"}) for selector in pod_selectors)
+    is_group = "multi-node" in request.node.name  # machines of a group reach each other
+    assert any(selects(selector, main_container) for selector in pod_selectors) == is_group
+    namespaces = [
         p["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
         for p in peers(policy, "http")
         if "namespaceSelector" in p
     ]
     if "example/canary" in request.node.name:
-        assert spaces == [
-            "observability"
-        ]  # a gateway that goes on to /v1 alone is the deployment's
+        assert namespaces == ["observability"]  # only the deployment has a gateway
     elif "example" in request.node.name:
-        assert spaces == ["observability", "istio-ingress"]
+        assert namespaces == ["observability", "istio-ingress"]
     else:
-        assert spaces == ["monitoring"]
+        assert namespaces == ["monitoring"]
 
 
-def test_every_kind_of_cluster_dns_is_reached(any_objects):
-    rules = one(any_objects, "NetworkPolicy")["spec"]["egress"]
+def test_all_kinds_of_cluster_dns_are_reachable(any_objects):
+    rules = find_object(any_objects, "NetworkPolicy")["spec"]["egress"]
     both = [{"port": 53, "protocol": name} for name in ("UDP", "TCP")]
     (names,) = [rule for rule in rules if rule.get("ports") == both]
     space = "kubernetes.io/metadata.name"
     assert {"namespaceSelector": {"matchLabels": {space: "kube-system"}}} in names["to"]
-    # its pods are on the host's network, which no selector finds
+    # NodeLocal DNSCache is on the host network, which no selector matches.
     assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in names["to"]
     both = [{"port": 5353, "protocol": name} for name in ("UDP", "TCP")]
     (names,) = [rule for rule in rules if rule.get("ports") == both]
     assert names["to"] == [{"namespaceSelector": {"matchLabels": {space: "openshift-dns"}}}]
 
 
-def test_the_canary_stands_beside_the_gpu_overlay(rendered):
+def test_the_canary_can_run_next_to_the_gpu_overlay(rendered):
     names = {
         name: {(o["kind"], o["metadata"]["name"]) for o in rendered[name]}
         for name in ("gpu", "canary")
     }
     assert not names["gpu"] & names["canary"]
-    volumes = one(rendered["canary"], "Deployment")["spec"]["template"]["spec"]["volumes"]
+    volumes = find_object(rendered["canary"], "Deployment")["spec"]["template"]["spec"]["volumes"]
     claims = [v["persistentVolumeClaim"] for v in volumes if "persistentVolumeClaim" in v]
     assert {claim["claimName"] for claim in claims} == {"model-cache", "compile-cache"}
     for claim in claims:
-        volume = one(rendered["gpu"], "PersistentVolumeClaim", claim["claimName"])
+        volume = find_object(rendered["gpu"], "PersistentVolumeClaim", claim["claimName"])
         assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_gpus_are_asked_for_where_they_are_needed(rendered):
+def test_each_overlay_requests_its_gpus_and_image(rendered):
     counts = {"cpu": None, "prefetch": None, "tensor-parallel": "4"} | dict.fromkeys(GROUPS, "8")
     for name in NAMES:
         for template in pods(rendered[name]):
-            (own,) = template["spec"]["containers"]
-            asked = counts.get(name.rpartition("/")[2], "1")
-            assert own["resources"]["limits"].get("nvidia.com/gpu") == asked
-            where = "registry.example.com/team/" if name.startswith("example") else ""
+            (main_container,) = template["spec"]["containers"]
+            gpus = counts.get(name.rpartition("/")[2], "1")
+            assert main_container["resources"]["limits"].get("nvidia.com/gpu") == gpus
+            registry = "registry.example.com/team/" if name.startswith("example") else ""
             build = {"cpu": "cpu", "multi-node-ray": "cuda-ray"}.get(name, "cuda")
-            assert own["image"] == f"{where}vllm-kvcompress:{__version__}-{build}"
+            assert main_container["image"] == f"{registry}vllm-kvcompress:{__version__}-{build}"
 
 
-def test_tensor_parallelism_fills_a_pods_gpus_and_has_shared_memory(rendered):
+def test_tensor_parallelism_uses_all_gpus_and_has_shared_memory(rendered):
     for name, machines in (("tensor-parallel", 1), *((group, 2) for group in GROUPS)):
         for number, template in enumerate(pods(rendered[name])):
-            (own,) = template["spec"]["containers"]
-            limits = own["resources"]["limits"]
+            (main_container,) = template["spec"]["containers"]
+            limits = main_container["resources"]["limits"]
             ranks = machines * int(limits["nvidia.com/gpu"])
-            given = own.get("args", ["--headless"])  # a worker of Ray's is given none
-            assert f"--tensor-parallel-size={ranks}" in given or given == ["--headless"]
+            args = main_container.get("args", ["--headless"])  # a Ray worker has no arguments
+            assert f"--tensor-parallel-size={ranks}" in args or args == ["--headless"]
             (shm,) = [v for v in template["spec"]["volumes"] if v["name"] == "shm"]
             assert shm["emptyDir"]["medium"] == "Memory"
             assert int(shm["emptyDir"]["sizeLimit"].removesuffix("Gi")) >= 8 * ranks / machines
-            assert ("--headless" in given) == (number == 1)
+            assert ("--headless" in args) == (number == 1)
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_group_is_one_server(rendered, name):
+def test_a_group_of_machines_is_one_server(rendered, name):
     objects = rendered[name]
-    group = one(objects, "LeaderWorkerSet")
+    group = find_object(objects, "LeaderWorkerSet")
     leader, worker = pods(objects)
     assert group["spec"]["leaderWorkerTemplate"]["size"] == int(GROUP["LWS_GROUP_SIZE"])
-    # the operator makes a Service of the set's name
-    assert group["metadata"]["name"] != one(objects, "Service")["metadata"]["name"]
-    selector = one(objects, "Service")["spec"]["selector"]
-    assert selected(selector, leader["metadata"]["labels"])
-    assert not selected(selector, worker["metadata"]["labels"])
+    # The operator creates a Service with the name of the set.
+    assert group["metadata"]["name"] != find_object(objects, "Service")["metadata"]["name"]
+    selector = find_object(objects, "Service")["spec"]["selector"]
+    assert selects(selector, leader["metadata"]["labels"])
+    assert not selects(selector, worker["metadata"]["labels"])
     assert not [name for name in container(objects, 1) if "Probe" in name or name == "ports"]
     names = [entry["name"] for entry in container(objects, 1)["env"]]
     assert "VLLM_HOST_IP" in names
-    settings = one(objects, "ConfigMap", "settings")["metadata"]["name"]
+    settings = find_object(objects, "ConfigMap", "settings")["metadata"]["name"]
     for number in (0, 1):
         assert container(objects, number)["envFrom"] == [{"configMapRef": {"name": settings}}]
-    # the workers are there until the leader has drained
+    # Workers run until the leader has drained.
     sleep = int(container(objects, 1)["lifecycle"]["preStop"]["exec"]["command"][1])
     assert sleep >= leader["spec"]["terminationGracePeriodSeconds"]
     assert worker["spec"]["terminationGracePeriodSeconds"] > sleep
-    policy = one(objects, "NetworkPolicy")["spec"]
+    policy = find_object(objects, "NetworkPolicy")["spec"]
     for rules, side in ((policy["ingress"], "from"), (policy["egress"], "to")):
         (among,) = [r for r in rules if "ports" not in r]
-        assert selected(among[side][0]["podSelector"], worker["metadata"]["labels"])
-        assert not selected(among[side][0]["podSelector"], {"track": "multi-node"})
+        assert selects(among[side][0]["podSelector"], worker["metadata"]["labels"])
+        assert not selects(among[side][0]["podSelector"], {"track": "multi-node"})
 
 
-def test_the_job_fetches_what_the_pods_look_for(rendered):
+def test_the_prefetch_job_downloads_the_model_that_pods_serve(rendered):
     objects = rendered["prefetch"]
     assert {o["kind"] for o in objects} == {
         "ConfigMap",
@@ -299,13 +308,13 @@ def test_the_job_fetches_what_the_pods_look_for(rendered):
         "NetworkPolicy",
         "PersistentVolumeClaim",
     }
-    own = container(objects)
-    assert own["command"] == ["hf", "download"]
-    settings = one(rendered["gpu"], "ConfigMap", "settings")["data"]
+    main_container = container(objects)
+    assert main_container["command"] == ["hf", "download"]
+    settings = find_object(rendered["gpu"], "ConfigMap", "settings")["data"]
     model, *options = arguments(objects)
     assert model == settings["MODEL"]
     assert options == ["--exclude=original/*"]
-    assert one(objects, "PersistentVolumeClaim") == {
-        **one(rendered["gpu"], "PersistentVolumeClaim", "model"),
-        "metadata": one(objects, "PersistentVolumeClaim")["metadata"],
+    assert find_object(objects, "PersistentVolumeClaim") == {
+        **find_object(rendered["gpu"], "PersistentVolumeClaim", "model"),
+        "metadata": find_object(objects, "PersistentVolumeClaim")["metadata"],
     }

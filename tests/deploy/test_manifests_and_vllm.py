@@ -1,4 +1,4 @@
-"""deploy/ and vLLM's own server: arguments, ports, paths and metrics are those it has."""
+"""deploy/ uses arguments, ports, paths and metrics that vLLM's server has."""
 
 import asyncio
 import re
@@ -12,8 +12,8 @@ from manifests import (
     ROOT,
     arguments,
     container,
-    one,
-    parsed,
+    find_object,
+    parse_serve,
     pods,
 )
 
@@ -28,51 +28,51 @@ def objects(request, rendered):
     return rendered[request.param]
 
 
-def test_the_gateway_forwards_what_the_key_guards_and_nothing_else(rendered):
-    route = one(rendered["example"], "HTTPRoute")["spec"]
+def test_the_gateway_forwards_only_paths_that_need_the_key(rendered):
+    route = find_object(rendered["example"], "HTTPRoute")["spec"]
     assert route["parentRefs"] == [{"name": "public", "namespace": "istio-ingress"}]
     assert route["hostnames"] == ["llm.example.com"]
     (rule,) = route["rules"]
-    service = one(rendered["example"], "Service")
+    service = find_object(rendered["example"], "Service")
     (target,) = rule["backendRefs"]
     assert target["name"] == service["metadata"]["name"]
     assert target["port"] == service["spec"]["ports"][0]["port"]
-    # that each of these paths wants the key is the test of the README's table
+    # The test of the README's table checks that these paths need the key.
     assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
 
 
 def test_probes_and_service_reach_the_port(objects):
-    own = container(objects)
-    assert own["ports"] == [{"name": "http", "containerPort": 8000}]
+    main_container = container(objects)
+    assert main_container["ports"] == [{"name": "http", "containerPort": 8000}]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert own[probe]["httpGet"] == {"path": "/health", "port": "http"}
-    assert one(objects, "Service")["spec"]["ports"][0]["targetPort"] == "http"
-    assert "--port=8000" in own["args"]
+        assert main_container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    assert find_object(objects, "Service")["spec"]["ports"][0]["targetPort"] == "http"
+    assert "--port=8000" in main_container["args"]
 
 
-def test_the_autoscaler_asks_for_the_adapters_metric(rendered):
-    scaler = one(rendered["gpu"], "HorizontalPodAutoscaler")["spec"]
+def test_the_autoscaler_uses_the_adapters_metric(rendered):
+    scaler = find_object(rendered["gpu"], "HorizontalPodAutoscaler")["spec"]
     values = ROOT / "deploy" / "components" / "autoscaling" / "prometheus-adapter-values.yaml"
     (rule,) = yaml.safe_load(values.read_text())["rules"]["custom"]
     assert scaler["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
-    target = one(rendered["gpu"], "Deployment")
+    target = find_object(rendered["gpu"], "Deployment")
     assert scaler["scaleTargetRef"]["name"] == target["metadata"]["name"]
-    assert "replicas" not in target["spec"]  # it is the autoscaler's
+    assert "replicas" not in target["spec"]  # the autoscaler sets it
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SERVING)
-def test_vllm_takes_the_arguments(rendered, name, demo_model):
+def test_vllm_accepts_the_arguments(rendered, name, demo_model):
     from vllm_kvcompress.settings.config import CompressionConfig
 
     for number, pod in enumerate(pods(rendered[name])):
-        if "args" not in pod["spec"]["containers"][0]:  # a worker of Ray's
+        if "args" not in pod["spec"]["containers"][0]:  # a Ray worker
             assert (name, number) == ("multi-node-ray", 1)
             continue
         rank = {"LWS_WORKER_INDEX": str(number)}
         model, *flags = arguments(rendered[name], number, GROUP | rank)
-        assert model == one(rendered[name], "ConfigMap", "settings")["data"]["MODEL"]
-        args, engine = parsed([demo_model, *flags])  # vLLM looks for the model at once
+        assert model == find_object(rendered[name], "ConfigMap", "settings")["data"]["MODEL"]
+        args, engine = parse_serve([demo_model, *flags])  # vLLM needs an existing model
         assert args.model_tag == demo_model
         assert (args.host, args.port) == ("0.0.0.0", 8000)
         assert engine.shutdown_timeout == 120
@@ -92,27 +92,27 @@ def test_vllm_takes_the_arguments(rendered, name, demo_model):
         assert not settings.usage
         assert settings.compress == "cake-chunk"
         assert settings.budget == (0.3 if name == "example" else 0.2)
-        # a client can step out at once, and ask for no other method
+        # Clients can switch compression off, but cannot choose another method.
         assert settings.allow_override == ("off",)
 
 
 @pytest.mark.engine
-def test_off_is_off(rendered, demo_model):
+def test_compression_can_be_switched_off(rendered, demo_model):
     from vllm_kvcompress.settings.config import CompressionConfig
 
     argv = [a.replace("=cake-chunk", "=off") for a in arguments(rendered["gpu"])[1:]]
     assert "--kv-compress=off" in argv
-    _, engine = parsed([demo_model, *argv])
+    _, engine = parse_serve([demo_model, *argv])
     settings = CompressionConfig.parse(engine.additional_config.get("kvcompress", {}))
     assert not settings.active
 
 
 @pytest.mark.engine
-def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
-    """What vLLM's own application answers without a key, path by path."""
+def test_the_readme_lists_all_paths_without_a_key(demo_model):
+    """Request every path of vLLM's application without a key."""
     from vllm.entrypoints.launchers.app import build_app
 
-    args, _ = parsed([demo_model, "--api-key=secret"])
+    args, _ = parse_serve([demo_model, "--api-key=secret"])
     app = build_app(args, ("generate",))
     paths = {route.path: getattr(route, "methods", None) or {"GET"} for route in app.routes}
 
@@ -124,20 +124,20 @@ def test_the_readme_names_every_path_that_the_key_leaves_open(demo_model):
                 for path, methods in paths.items()
             }
 
-    answered = asyncio.run(statuses())
-    assert answered["/v1/chat/completions"] == 401
-    assert {status for path, status in answered.items() if path.startswith("/v1/")} == {401}
-    assert answered["/version"] == 200
+    status_by_path = asyncio.run(statuses())
+    assert status_by_path["/v1/chat/completions"] == 401
+    assert {status for path, status in status_by_path.items() if path.startswith("/v1/")} == {401}
+    assert status_by_path["/version"] == 200
     section = README.partition("## Who gets in")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(/[\w/.-]+)`", "".join(re.findall(r"^\| `.*", section, re.M))))
-    assert named == {path for path, status in answered.items() if status != 401}
+    documented = set(re.findall(r"`(/[\w/.-]+)`", "".join(re.findall(r"^\| `.*", section, re.M))))
+    assert documented == {path for path, status in status_by_path.items() if status != 401}
 
 
 @pytest.mark.engine
-def test_vllm_refuses_a_wrong_setting(rendered, capsys):
+def test_vllm_rejects_an_unknown_method(rendered, capsys):
     argv = [
         argument.replace("=cake-chunk", "=cake-chunks") for argument in arguments(rendered["gpu"])
     ]
     with pytest.raises(SystemExit, match="2"):
-        parsed(argv)
+        parse_serve(argv)
     assert "cake-chunk" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""deploy/overlays: what an operator changes, and that a rollout is of one site."""
+"""deploy/overlays: operators' changes apply, and a rollout uses one site's settings."""
 
 import re
 import shutil
@@ -9,15 +9,15 @@ from manifests import (
     OVERLAYS,
     ROOT,
     container,
-    one,
+    find_object,
     pods,
     render,
-    selected,
+    selects,
 )
 from vllm_kvcompress import __version__
 
 
-def test_compression_is_one_line_of_an_overlay_and_off_in_the_base():
+def test_overlays_turn_compression_on_with_one_line():
     base = ROOT / "deploy" / "base" / "settings.env"
     assert "KV_COMPRESS=off" in base.read_text().splitlines()
     for name in ("gpu", "cpu", "multi-node"):
@@ -29,9 +29,9 @@ def test_compression_is_one_line_of_an_overlay_and_off_in_the_base():
         assert "KV_COMPRESS=" not in (OVERLAYS / name / "kustomization.yaml").read_text()
 
 
-def test_the_example_changes_what_it_says(rendered):
+def test_the_example_overlay_applies_its_changes(rendered):
     before, after = rendered["gpu"], rendered["example"]
-    settings = one(after, "ConfigMap", "settings")["data"]
+    settings = find_object(after, "ConfigMap", "settings")["data"]
     assert settings.items() > {"MODEL": "Qwen/Qwen3-8B", "KV_BUDGET": "0.3"}.items()
     more = container(after)["args"][len(container(before)["args"]) :]
     assert more == ["--max-num-seqs=256", "--gpu-memory-utilization=0.92"]
@@ -39,23 +39,23 @@ def test_the_example_changes_what_it_says(rendered):
     assert pod["runtimeClassName"] == "nvidia"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     for spread in pod["topologySpreadConstraints"]:
-        assert selected(spread["labelSelector"], pods(after)[0]["metadata"]["labels"])
+        assert selects(spread["labelSelector"], pods(after)[0]["metadata"]["labels"])
     claims = [o for o in after if o["kind"] == "PersistentVolumeClaim"]
     assert {claim["spec"]["storageClassName"] for claim in claims} == {"shared-files"}
     assert {o["metadata"]["namespace"] for o in after} == {"inference"}
-    for rule in one(after, "PrometheusRule")["spec"]["groups"][0]["rules"]:
+    for rule in find_object(after, "PrometheusRule")["spec"]["groups"][0]["rules"]:
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert page == "https://docs.example.com/vllm-kvcompress/runbook.md"
         assert anchor == rule["alert"].lower()
     for kind in ("PrometheusRule", "ServiceMonitor"):
-        assert one(after, kind)["metadata"]["labels"]["release"] == "prometheus"
-    names = one(after, "NetworkPolicy")["spec"]["egress"][0]["to"]
+        assert find_object(after, kind)["metadata"]["labels"]["release"] == "prometheus"
+    names = find_object(after, "NetworkPolicy")["spec"]["egress"][0]["to"]
     assert {"ipBlock": {"cidr": "10.96.0.10/32"}} in names
     assert not [o for o in after if o["metadata"]["name"] == "site"]
 
 
 def claims(objects):
-    """What a claim asks for, by its namespace and name."""
+    """Return the specs of volume claims by namespace and name."""
     return {
         (o["metadata"].get("namespace"), o["metadata"]["name"]): o["spec"]
         for o in objects
@@ -65,7 +65,7 @@ def claims(objects):
 
 @pytest.fixture
 def copied(tmp_path):
-    """An operator's copy of overlay example, in a tree of its own."""
+    """An operator's copy of overlay example in a copy of deploy/."""
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     overlays = tmp_path / "deploy" / "overlays"
     return shutil.copytree(overlays / "example", overlays / "ours")
@@ -77,11 +77,11 @@ def edit(path, before, after):
     path.write_text(text.replace(before, after))
 
 
-@pytest.mark.parametrize("stands_on", ["gpu", "tensor-parallel"])
-def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on):
-    """Prefetch, deployment and canary, as the runbook applies them one after the other."""
+@pytest.mark.parametrize("overlay", ["gpu", "tensor-parallel"])
+def test_a_rollout_uses_one_sites_settings(kubectl_binary, copied, overlay):
+    """Prefetch, deployment and canary, which the runbook applies one after the other."""
     site = copied / "site" / "kustomization.yaml"
-    edit(copied / "kustomization.yaml", "- ../gpu #", f"- ../{stands_on} #")
+    edit(copied / "kustomization.yaml", "- ../gpu #", f"- ../{overlay} #")
     edit(
         site,
         "- MODEL=Qwen/Qwen3-8B",
@@ -89,21 +89,21 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
         "      - KV_USAGE=--no-kv-usage",
     )
     edit(site, "value: 100Gi #", "value: 200Gi #")
-    if stands_on == "tensor-parallel":
+    if overlay == "tensor-parallel":
         line = "- ../../../components/tensor-parallel #"
         edit(copied / "canary" / "kustomization.yaml", f"# {line}", line)
     applied = [render(kubectl_binary, path) for path in (copied / "prefetch", copied)]
     applied.append(render(kubectl_binary, copied / "canary"))
     prefetch, deployment, canary = applied
     assert {o["metadata"].get("namespace") for objects in applied for o in objects} == {"inference"}
-    models = {one(objects, "ConfigMap", "settings")["data"]["MODEL"] for objects in applied}
+    models = {find_object(objects, "ConfigMap", "settings")["data"]["MODEL"] for objects in applied}
     assert models == {"team/model"}
     assert {container(objects)["image"] for objects in applied} == {
         f"registry.example.com/team/vllm-kvcompress:{__version__}-cuda"
     }
     for objects in applied:
         assert pods(objects)[0]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
-    # most of a claim can never be changed: whoever makes one makes it as the deployment does
+    # Claims are mostly immutable, so prefetch must create the same claim as the deployment.
     assert claims(prefetch) == {
         key: spec for key, spec in claims(deployment).items() if key[1] == "model-cache"
     }
@@ -111,30 +111,32 @@ def test_what_a_rollout_applies_is_of_one_site(kubectl_binary, copied, stands_on
     assert spec["resources"]["requests"]["storage"] == "200Gi"
     assert spec["storageClassName"] == "shared-files"
     assert not claims(canary)
-    # no object but that claim is in two of them; settings of one name have one content
+    # Only that claim is in two of them; ConfigMap names contain a hash of their content.
     names = [
         {(o["kind"], o["metadata"]["name"]) for o in objects if o["kind"] != "ConfigMap"}
         for objects in applied
     ]
     assert names[0] & names[1] == {("PersistentVolumeClaim", "model-cache")}
     assert not names[2] & (names[0] | names[1])
-    # the same prompts fit: its flags and GPUs are the deployment's
+    # The canary accepts the same prompts: it has the flags and GPUs of the deployment.
     assert container(canary)["args"] == container(deployment)["args"]
     assert container(canary)["resources"] == container(deployment)["resources"]
     assert pods(canary)[0]["spec"]["runtimeClassName"] == "nvidia"
-    asked = [one(objects, "ConfigMap", "settings")["data"] for objects in (deployment, canary)]
-    names = ("KV_COMPRESS", "KV_ALLOW_OVERRIDE", "KV_USAGE")
-    asked_for = "off,cake-chunk,cake,snapkv,streamingllm,random"
-    assert [tuple(data[name] for name in names) for data in asked] == [
-        ("snapkv", "off,h2o", "--no-kv-usage"),
-        ("off", asked_for, "--kv-usage"),
+    settings = [
+        find_object(objects, "ConfigMap", "settings")["data"] for objects in (deployment, canary)
     ]
-    # pods ask no hub, and the Job asks it all the same
-    assert one(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
+    names = ("KV_COMPRESS", "KV_ALLOW_OVERRIDE", "KV_USAGE")
+    canary_overrides = "off,cake-chunk,cake,snapkv,streamingllm,random"
+    assert [tuple(data[name] for name in names) for data in settings] == [
+        ("snapkv", "off,h2o", "--no-kv-usage"),
+        ("off", canary_overrides, "--kv-usage"),
+    ]
+    # Serving pods are offline, the Job is online.
+    assert find_object(prefetch, "ConfigMap", "settings")["data"]["HF_HUB_OFFLINE"] == "1"
     assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container(prefetch)["env"]
 
 
-def test_a_site_on_openshift_names_no_user(kubectl_binary, copied):
+def test_a_site_on_openshift_sets_no_user(kubectl_binary, copied):
     site = copied / "site" / "kustomization.yaml"
     edit(site, "# components: # on OpenShift\n#   -", "components:\n  -")
     for path in (copied, copied / "prefetch", copied / "canary"):
@@ -142,13 +144,17 @@ def test_a_site_on_openshift_names_no_user(kubectl_binary, copied):
         assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def test_the_runbook_leaves_no_namespace_out():
+def test_all_kubectl_commands_of_the_runbook_set_a_namespace():
     runbook = (ROOT / "docs" / "runbook.md").read_text()
     found = re.findall(r"`(kubectl\s[^`]*)`", runbook)
     found += re.findall(r"^ {4,}(kubectl .*)", runbook, re.M)
     commands = {" ".join(command.split()) for command in found}
     assert len(commands) > 10
     applied = {c.split(" -k ")[1] for c in commands if c.startswith("kubectl apply -k ")}
-    assert applied == {"OVERLAY", "OVERLAY/prefetch", "OVERLAY/canary"}  # which name theirs
+    assert applied == {
+        "OVERLAY",
+        "OVERLAY/prefetch",
+        "OVERLAY/canary",
+    }  # these set their own namespace
     allowed = ("kubectl -n $NAMESPACE ", "kubectl apply -k OVERLAY", "kubectl create namespace ")
     assert not [c for c in commands if not c.startswith((*allowed, "kubectl delete -k"))]

@@ -1,4 +1,4 @@
-"""A compressed server under a real Prometheus: dashboard, rules and autoscaler ask what it has."""
+"""Dashboard, alert rules and autoscaler work with a real server and a real Prometheus."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ FLAGS = [
     "--served-model-name",
     "demo",
     "--dtype",
-    "float32",  # the faster one where a CPU has no instructions for bfloat16
+    "float32",  # faster on CPUs without bfloat16 instructions
     "--num-gpu-blocks-override",
     "65",
     "--kv-compress",
@@ -50,7 +50,7 @@ def prompt(demo_model):
 
 @pytest.fixture(scope="module")
 def observed(demo_model, prompt, tool, tmp_path_factory):
-    """A Prometheus that has seen every kind of request."""
+    """A Prometheus after every kind of request."""
     folder = tmp_path_factory.mktemp("prometheus")
     command = tool("prometheus", "Debian's package prometheus")
     with (
@@ -66,85 +66,85 @@ def observed(demo_model, prompt, tool, tmp_path_factory):
     ):
         running.wait("vllm:num_requests_running")
 
-        def ask(text, **xargs):
+        def request(text, **xargs):
             client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
             client.completions.create(
                 model="demo", prompt=text, max_tokens=6, extra_body={"vllm_xargs": xargs}
             )
 
-        ask(prompt)
-        ask("Hello")
-        ask(prompt, kv_compress="off")
-        ask(prompt, kv_compress="snapkv", kv_budget=0.3)
+        request(prompt)
+        request("Hello")
+        request(prompt, kv_compress="off")
+        request(prompt, kv_compress="snapkv", kv_budget=0.3)
         with pytest.raises(BadRequestError):
-            ask(prompt, kv_compress="tova")
+            request(prompt, kv_compress="tova")
         with pytest.raises(BadRequestError):
-            ask(prompt, kv_budget=0.9)
+            request(prompt, kv_budget=0.9)
         running.wait("sum(vllm:kv_compress_requests_total) == 2")
         running.wait("sum(vllm:kv_compress_refused_requests_total) == 2")
         running.wait("vllm:kv_cache_usage_perc == 0")
-        yield dataclasses.replace(running, at=time.time())  # one moment, so that rates compare
+        yield dataclasses.replace(running, at=time.time())  # one time, so that rates are comparable
 
 
-def only(found):
-    """The value of the one series in an answer."""
+def only_value(found):
+    """Return the value of the only series in a result."""
     assert len(found) == 1, found
     return float(found[0]["value"][1])
 
 
-def test_every_panel_has_an_answer(observed):
+def test_every_panel_has_data(observed):
     queries = panels(DASHBOARD)
     assert len(queries) > 20
     empty = [(title, query) for title, query in queries if not observed.query(query)]
     assert not empty
 
 
-def test_what_the_panels_say_is_true(observed):
-    said = {}
+def test_the_panels_show_the_requests(observed):
+    results = {}
     for title, query in panels(DASHBOARD):
-        said.setdefault(title, []).append(observed.query(query))
-    planned, compressed = said["Prompts to compress, and compressed"]
+        results.setdefault(title, []).append(observed.query(query))
+    planned, compressed = results["Prompts to compress, and compressed"]
     methods = {series["metric"]["method"]: float(series["value"][1]) for series in compressed}
     assert methods.keys() == {"cake", "snapkv"}
-    assert methods["cake"] == methods["snapkv"] == pytest.approx(only(planned) / 2, rel=1e-3)
-    # budgets 0.2 and 0.3, in whole pages of 128 tokens
-    assert 0.15 < only(said["Kept share of compressed prompts"][0]) < 0.3
-    assert only(said["Packed in place"][0]) == 0
-    assert len(said["Tokens kept, by layer"][0]) == 30
-    (configuration,) = said["Configuration"][0]
+    assert methods["cake"] == methods["snapkv"] == pytest.approx(only_value(planned) / 2, rel=1e-3)
+    # Budgets are 0.2 and 0.3, rounded down to complete pages of 128 tokens.
+    assert 0.15 < only_value(results["Kept share of compressed prompts"][0]) < 0.3
+    assert only_value(results["Packed in place"][0]) == 0
+    assert len(results["Tokens kept, by layer"][0]) == 30
+    (configuration,) = results["Configuration"][0]
     assert configuration["metric"]["method"] == "cake"
     assert configuration["metric"]["budget"] == "0.2"
 
 
-def test_every_metric_that_is_named_is_there(observed):
+def test_all_metrics_in_rules_panels_and_runbook_exist(observed):
     texts = [query for _, query in panels(DASHBOARD)]
     texts += [rule["expr"] for rule in alerts().values()]
     texts.append(ADAPTER.read_text())
     texts.append((ROOT / "docs" / "runbook.md").read_text().replace(" up ", " "))
     named = {name for text in texts for name in METRIC.findall(text)}
     assert len(named) > 20
-    there = observed.names()
-    missing = {n for n in named if n not in there and f"{n}_count" not in there}
+    existing = observed.names()
+    missing = {n for n in named if n not in existing and f"{n}_count" not in existing}
     assert not missing
 
 
-def test_prometheus_evaluates_the_rules_and_none_is_about_to_fire(observed):
-    (group,) = observed.ask("rules")["groups"]
+def test_prometheus_evaluates_the_rules_and_none_fires(observed):
+    (group,) = observed.get("rules")["groups"]
     assert {rule["name"] for rule in group["rules"]} == set(alerts())
     assert {rule["name"]: rule["lastError"] for rule in group["rules"] if "lastError" in rule} == {}
     assert {rule["health"] for rule in group["rules"]} == {"ok"}
     active = {rule["name"] for rule in group["rules"] if rule["alerts"]}
-    assert active <= {"KVCompressSlowFirstToken"}  # as slow as the machine
+    assert active <= {"KVCompressSlowFirstToken"}  # depends on the speed of the machine
 
 
-def test_each_side_of_each_comparison_has_a_value(observed):
-    """A rule that compares nothing never fires."""
+def test_all_metrics_of_the_rules_have_values(observed):
+    """A rule without data never fires."""
     for name, rule in alerts().items():
         for metric in set(METRIC.findall(rule["expr"])):
-            assert not math.isnan(only(observed.query(f"sum({metric})"))), (name, metric)
+            assert not math.isnan(only_value(observed.query(f"sum({metric})"))), (name, metric)
 
 
-def test_the_autoscalers_metric_is_one_value_per_pod(observed):
+def test_the_autoscalers_metric_has_one_value_per_pod(observed):
     (rule,) = yaml.safe_load(ADAPTER.read_text())["rules"]["custom"]
     assert observed.query(rule["seriesQuery"])
     filled = (

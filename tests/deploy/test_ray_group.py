@@ -1,4 +1,4 @@
-"""deploy/overlays/multi-node-ray: the commands of its machines, run with a real Ray."""
+"""deploy/overlays/multi-node-ray: the commands of its machines work with a real Ray."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from local_ray import kill, need_ray, ray_folder
 from manifests import ROOT, arguments, container
 from vllm_kvcompress.serving.process import free_port
 
-# In place of the server: it waits as vLLM does until Ray has all devices, and says what it got.
+# Replaces the server: like vLLM it waits until Ray has all devices, then prints its arguments.
 SERVER = """#!{python}
 import sys, time, ray
 ray.init(address="auto", log_to_driver=False)
@@ -21,12 +21,12 @@ print(*sys.argv[1:], sep="\\n")
 
 
 def script(own, number):
-    """A container's command, with ports and devices for two of them on one machine."""
+    """Return a container's command, changed so that two of them can run on one machine."""
     shell, flags, text, *name = own["command"]
-    beside = "--num-cpus=1 --num-gpus=8 --min-worker-port=0 --max-worker-port=0"
+    extra_flags = "--num-cpus=1 --num-gpus=8 --min-worker-port=0 --max-worker-port=0"
     changes = {
         "6379": str(number),
-        "--object-store-memory=1073741824": f"--object-store-memory={80 * 2**20} {beside}"
+        "--object-store-memory=1073741824": f"--object-store-memory={80 * 2**20} {extra_flags}"
         f" --dashboard-agent-listen-port={free_port()}",
     }
     if "--head" in text:
@@ -38,7 +38,7 @@ def script(own, number):
     return [shell, flags, text, *name]
 
 
-def test_machines_find_each_other_and_the_server_gets_its_arguments(rendered, tmp_path):
+def test_machines_form_one_ray_cluster_and_the_server_gets_its_arguments(rendered, tmp_path):
     need_ray()
     from ray.util import get_node_ip_address
 
@@ -48,7 +48,7 @@ def test_machines_find_each_other_and_the_server_gets_its_arguments(rendered, tm
     server.write_text(SERVER.format(python=sys.executable))
     for command in (tmp_path / "ray", server):
         command.chmod(0o755)
-    port, given = free_port(), arguments(objects)
+    port, server_args = free_port(), arguments(objects)
     leader, worker = (script(container(objects, number), port) for number in (0, 1))
     assert leader[2].count("/opt/entrypoint.sh") == 1
     leader[2] = leader[2].replace("/opt/entrypoint.sh", str(server))
@@ -65,17 +65,22 @@ def test_machines_find_each_other_and_the_server_gets_its_arguments(rendered, tm
             joining = subprocess.Popen(worker, env=pod, stdout=log, stderr=subprocess.STDOUT)
         try:
             done = subprocess.run(
-                [*leader, *given], env=pod, capture_output=True, text=True, timeout=300, check=False
+                [*leader, *server_args],
+                env=pod,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
             )
             assert done.returncode == 0, done.stderr + (tmp_path / "worker").read_text()
             assert joining.poll() is None
         finally:
-            kill(folder)  # a container's processes end with its first one
+            kill(folder)  # as a container ends all processes with its first one
             joining.wait()
-    assert done.stdout.partition("MACHINES ")[2].splitlines() == ["2", *given]
+    assert done.stdout.partition("MACHINES ")[2].splitlines() == ["2", *server_args]
 
 
-def test_the_image_that_the_manual_makes_has_the_ray_of_the_tests():
+def test_the_documented_image_has_the_ray_version_of_the_tests():
     lock = (ROOT / "requirements" / "dev.lock").read_text()
     version = re.search(r"^ray==(\S+)", lock, re.MULTILINE)[1]
     assert f"ray=={version}" in (ROOT / "docker" / "README.md").read_text()

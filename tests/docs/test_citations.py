@@ -1,7 +1,7 @@
 """References between code and docs resolve.
 
 Comments cite sections of docs/methods.md by number, test names have the numbers of docs/traps.md,
-and the docs name methods, files and tests. These tests fail when one of them is renamed.
+and the docs name methods, files and tests. These tests fail if one of them was renamed.
 """
 
 import ast
@@ -26,16 +26,18 @@ from vllm_kvcompress.methods.selectors import SELECTORS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 METHODS, TRAPS = DOCS / "methods.md", DOCS / "traps.md"
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "deploy/README.md", "docker/README.md")
-PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in OUTSIDE)]
+OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "deploy/README.md", "docker/README.md")
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in OTHER_PAGES)]
 CODE = ("vllm_kvcompress", "kernels", "tests", "benchmarks")
 TABLES = {"Allocator": ALLOCATORS, "Scorer": SCORERS, "Selector": SELECTORS}
 
 NUMBER = r"\d+(?:\.\d+)?"
 CITED = re.compile(rf"docs/methods\.md,? ({NUMBER}(?:(?:, | and | to ){NUMBER})*)")
-# citations of texts outside this repository
-ELSEWHERE = re.compile(r"\b(METHODS|ENGINE|TRAPS) (section )?\d|\bREC rows|\b[A-Z]{4,}\.md \d")
-RUN_TOGETHER = re.compile(r"\s+#?\s*")  # a comment may break a citation into two lines
+# Citations of documents outside this repository.
+OUTSIDE_CITATION = re.compile(
+    r"\b(METHODS|ENGINE|TRAPS) (section )?\d|\bREC rows|\b[A-Z]{4,}\.md \d"
+)
+LINE_BREAK = re.compile(r"\s+#?\s*")  # a citation in a comment can span two lines
 
 
 def parsed(path: Path) -> list[Token]:
@@ -53,24 +55,30 @@ def headings(path: Path) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    """The anchor that GitHub and Python-Markdown both make of a heading."""
+    """Return the anchor that both GitHub and Python-Markdown generate for a heading."""
     return re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-")
 
 
 def sections(path: Path, level: str) -> dict[str, str]:
-    """The text under each heading that begins with `level`, up to the next heading."""
+    """Return the text below each heading of a level by title, up to the next such heading.
+
+    Args:
+        level: regular expression for the number signs of the heading.
+    """
     parts = re.split(rf"^({level} .+)$", path.read_text(), flags=re.MULTILINE)
     return {title.lstrip("# "): body for title, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 @cache
 def files() -> frozenset[str]:
-    """Every file and folder of the repository, from its root."""
+    """Return all files and folders of the repository as paths relative to its root."""
     found = set()
-    for folder, below, names in os.walk(ROOT):
-        below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
-        here = Path(folder).relative_to(ROOT)
-        found.update((here / name).as_posix() for name in [*below, *names])
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and name != "__pycache__"
+        ]
+        relative = Path(folder).relative_to(ROOT)
+        found.update((relative / name).as_posix() for name in [*subfolders, *names])
     return frozenset(found)
 
 
@@ -81,9 +89,9 @@ def functions(path: str) -> frozenset[str]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    own = Path(__file__).relative_to(ROOT).as_posix()
+    this_file = Path(__file__).relative_to(ROOT).as_posix()
     for name in sorted(files()):
-        if name.startswith(CODE) and name.endswith((".py", ".md", ".sh")) and name != own:
+        if name.startswith(CODE) and name.endswith((".py", ".md", ".sh")) and name != this_file:
             yield name, (ROOT / name).read_text()
 
 
@@ -91,7 +99,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def numbered() -> dict[str, str]:
-    """Sections of methods.md by their number."""
+    """Return the sections of methods.md by number."""
     return {title.split()[0]: body for title, body in sections(METHODS, "#{2,3}").items()}
 
 
@@ -99,18 +107,18 @@ def test_every_cited_section_exists():
     cited = [
         (name, number)
         for name, text in texts()
-        for match in CITED.finditer(RUN_TOGETHER.sub(" ", text))
+        for match in CITED.finditer(LINE_BREAK.sub(" ", text))
         for number in re.findall(NUMBER, match[1])
     ]
     assert len(cited) > 20
-    assert not [at for at in cited if at[1] not in numbered()]
+    assert not [citation for citation in cited if citation[1] not in numbered()]
 
 
 def test_citations_stay_in_the_repository():
     assert not [
         (name, match[0])
         for name, text in texts()
-        for match in ELSEWHERE.finditer(RUN_TOGETHER.sub(" ", text))
+        for match in OUTSIDE_CITATION.finditer(LINE_BREAK.sub(" ", text))
     ]
 
 
@@ -119,43 +127,46 @@ def test_sections_are_numbered_in_order():
     assert numbers == sorted(set(numbers))
 
 
-def part(cell: str) -> tuple[str, str]:
-    """Name and anchor of the link at the start of a cell, such as ``[`cake`](#23-cake)``."""
+def linked_part(cell: str) -> tuple[str, str]:
+    """Return name and anchor of the link at the start of a cell such as ``[`cake`](#23-cake)``."""
     name, target = re.match(r"\[`(\w+)`\]\(#([\w-]+)\)", cell).groups()
     return name, target
 
 
-def test_the_table_of_presets_is_the_codes():
+def test_the_table_of_presets_matches_the_code():
     body = sections(METHODS, "##")["0 At a glance"]
     rows = {cells[1].strip(" `"): cells[2:] for cells in (x.split(" | ") for x in rows_of(body))}
     assert list(rows) == list(PRESETS)
-    where = {anchor(heading): heading.split()[0] for heading in headings(METHODS)}
+    section_of_anchor = {anchor(heading): heading.split()[0] for heading in headings(METHODS)}
     for name, (allocator, scorer, selector, window, merge, *_) in rows.items():
         preset = PRESETS[name]
         for role, cell in (("Allocator", allocator), ("Scorer", scorer), ("Selector", selector)):
-            linked, target = part(cell)
+            linked, target = linked_part(cell)
             assert linked == getattr(preset, role.lower()), (name, role)
-            assert f"{role} `{linked}`." in named(where[target], role), (name, role)
+            assert f"{role} `{linked}`." in described_parts(section_of_anchor[target], role), (
+                name,
+                role,
+            )
         assert window_and_lookahead(window) == (preset.window, preset.lookahead), name
         assert merge == ("yes" if preset.merge else "no"), name
 
 
 def window_and_lookahead(cell: str) -> tuple[int, int]:
-    """The window and the look-ahead of a cell such as ``16, after its [look-ahead](#...) 32``."""
-    window, ahead = re.fullmatch(
+    """Return window and look-ahead of a cell such as ``16, after its [look-ahead](#...) 32``."""
+    window, lookahead = re.fullmatch(
         r"(\d+)(?:, after its \[look-ahead\]\(#\S+\) (\d+))?", cell
     ).groups()
-    return int(window), int(ahead or 0)
+    return int(window), int(lookahead or 0)
 
 
 def rows_of(body: str) -> list[str]:
-    """The lines of the first table after its head, with a leading space for `split`."""
+    """Return the body lines of the first table, with a leading space for `split`."""
     lines = [line for line in body.splitlines() if line.startswith("|")]
     return [f" {line}" for line in lines[2:]]
 
 
-def named(number: str, role: str) -> str:
-    """The parts of a method that a section describes, such as ``Allocator `cake`.``."""
+def described_parts(number: str, role: str) -> str:
+    """Return the parts of a role that a section describes, such as ``Allocator `cake`.``."""
     found = re.findall(rf"{role} `(\w+)`", numbered()[number])
     return " ".join(f"{role} `{name}`." for name in found)
 
@@ -172,11 +183,11 @@ def test_every_part_of_a_method_has_one_section(role):
 
 
 def numbers_of(test: str) -> set[int]:
-    """The traps in a test's name: 4 and 5 for ``test_trap_04_trap_05_what``."""
+    """Return the trap numbers in a test name: 4 and 5 for ``test_trap_04_trap_05_what``."""
     return {int(number) for number in re.findall(r"(?<=_trap_)\d\d(?=_)", test)}
 
 
-def test_numbers_of_a_test():
+def test_trap_numbers_are_parsed_from_test_names():
     assert numbers_of("test_trap_08_a_prompt_of_22_tokens") == {8}
     assert numbers_of("test_trap_10_trap_11_options") == {10, 11}
     assert numbers_of("test_trap_04_trap_05_positions_and_slots") == {4, 5}
@@ -192,7 +203,7 @@ def named_tests(text: str) -> list[tuple[str, str]]:
     return re.findall(r"`([\w/]+\.py)::(\w+)`", text)
 
 
-def test_traps_are_numbered_without_a_gap():
+def test_traps_are_numbered_without_gaps_and_have_all_parts():
     assert list(traps()) == [*range(1, len(traps()) + 1)]
     for body in traps().values():
         assert body.index("**Broke.**") < body.index("**Here.**") < body.index("**Shown by**")
@@ -200,20 +211,20 @@ def test_traps_are_numbered_without_a_gap():
 
 def test_every_trap_names_a_test_with_its_number():
     for number, body in traps().items():
-        carried = [numbers_of(test) for _, test in named_tests(body)]
-        assert any(number in numbers for numbers in carried), number
+        numbers_by_test = [numbers_of(test) for _, test in named_tests(body)]
+        assert any(number in numbers for numbers in numbers_by_test), number
 
 
 def test_every_test_with_a_number_is_named_by_its_trap():
-    carrying = [
+    numbered_tests = [
         (name, test)
         for name in files()
         if name.startswith("tests/") and name.endswith(".py")
         for test in functions(name)
         if numbers_of(test)
     ]
-    assert len(carrying) > 20
-    for name, test in carrying:
+    assert len(numbered_tests) > 20
+    for name, test in numbered_tests:
         for number in numbers_of(test):
             assert (name, test) in named_tests(traps()[number]), f"trap {number}: {name}::{test}"
 
@@ -239,9 +250,13 @@ def test_links_and_anchors_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_files_and_tests_that_are_named_exist(page):
+def test_named_files_and_tests_exist(page):
     named = [token.content for token in inline(page) if token.type == "code_inline"]
-    missing = [text for text in named if (path := path_in(text)) is not None and not is_there(path)]
+    missing = [
+        text
+        for text in named
+        if (path := path_in(text)) is not None and not exists_in_repository(path)
+    ]
     assert not missing
     assert not [
         f"{path}::{test}"
@@ -251,17 +266,19 @@ def test_files_and_tests_that_are_named_exist(page):
 
 
 def path_in(text: str) -> str | None:
-    """The path in a code span, alone or before ``::``; None if it has no path."""
+    """Return the path in a code span, alone or before ``::``, or None."""
     path = text.partition("::")[0].rstrip("/")
     if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*", path) or path.startswith("."):
         return None
-    source = path.endswith((".py", ".sh", ".svg", ".lock"))
-    below = "/" in path and (path.split("/")[0] in files() or path.endswith((".md", ".json")))
-    return path if source or below else None
+    is_source = path.endswith((".py", ".sh", ".svg", ".lock"))
+    is_in_folder = "/" in path and (
+        path.split("/")[0] in files() or path.endswith((".md", ".json"))
+    )
+    return path if is_source or is_in_folder else None
 
 
-def is_there(path: str) -> bool:
-    """From the root, or as the end of a path: `engine/startup/vllm_hooks.py`, `site/names.yaml`."""
+def exists_in_repository(path: str) -> bool:
+    """Return True if a file has this path or ends with it, such as `site/names.yaml`."""
     return any(fnmatch.fnmatch(f"/{file}", f"*/{path}") for file in files())
 
 
@@ -280,14 +297,14 @@ def is_there(path: str) -> bool:
         ("config.json", None),
     ],
 )
-def test_which_code_spans_are_paths(text, path):
+def test_code_spans_with_paths_are_recognised(text, path):
     assert path_in(text) == path
 
 
-def test_a_missing_path_is_noticed():
-    assert is_there("engine/startup/vllm_hooks.py")
-    assert not is_there("engine/startup/seam_table.py")
-    assert not is_there("eams.py")
+def test_a_missing_path_is_detected():
+    assert exists_in_repository("engine/startup/vllm_hooks.py")
+    assert not exists_in_repository("engine/startup/seam_table.py")
+    assert not exists_in_repository("eams.py")
 
 
 def test_the_architecture_page_names_every_package_and_every_op():
@@ -301,14 +318,14 @@ def test_the_architecture_page_names_every_package_and_every_op():
             assert f"`{package.relative_to(ROOT).as_posix()}/`" in text, package.name
 
 
-def test_the_figure_is_what_its_script_draws():
+def test_the_committed_figure_matches_its_script():
     script = runpy.run_path(str(DOCS / "figures" / "request_life.py"))
     assert (DOCS / "request_life.svg").read_text() == script["draw"]()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_use_a_form_that_mkdocs_checks(page):
-    """mkdocs ignores links in HTML, and prints a reference link that has no definition."""
+    """mkdocs does not check links in HTML, and prints reference links without a definition."""
     for token in inline(page):
         wrong = {"html_inline": r"<(a|img)\b", "text": r"\]\[\w"}.get(token.type)
         assert wrong is None or not re.search(wrong, token.content), token.content

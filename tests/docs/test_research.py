@@ -1,4 +1,4 @@
-"""docs/research.md works as printed: its scorer, the change to the table, and each program."""
+"""docs/research.md works as printed: its scorer, its change to the table, and its programs."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ PROGRAMS = ("compress.py", "try_vatp.py")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the sources after the steps of the page."""
+    """A copy of the sources with the changes of the page."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("vllm_kvcompress", "kernels"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,9 +43,9 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def vatp(monkeypatch) -> type:
-    """The page's scorer, registered in this process."""
+    """The scorer of the page, registered in this process."""
     module = types.ModuleType("vatp")
-    monkeypatch.setitem(sys.modules, "vatp", module)  # dataclasses look themselves up there
+    monkeypatch.setitem(sys.modules, "vatp", module)  # dataclasses look up their module there
     exec(compile(FILES[SCORER], SCORER, "exec"), module.__dict__)
     monkeypatch.setitem(SCORERS, "vatp", module.Vatp)
     return module.Vatp
@@ -73,21 +73,21 @@ def test_a_scorer_takes_fewer_than_40_lines():
     assert len([line for text in shown for line in text.splitlines() if line.strip()]) < 40
 
 
-def test_plain_tensors_are_compressed(checkout):
-    said = run(checkout, sys.executable, "compress.py").splitlines()
-    total, largest = map(int, re.findall(r"\d+", said[0]))
-    assert total == 4 * 150  # the budget, exactly
+def test_the_first_program_compresses_plain_tensors(checkout):
+    output = run(checkout, sys.executable, "compress.py").splitlines()
+    total, largest = map(int, re.findall(r"\d+", output[0]))
+    assert total == 4 * 150  # exactly the budget
     assert 150 < largest < 600
-    first = int(said[1].split("torch.Size([2, ")[1].split("]")[0])
-    assert said[1] == f"torch.Size([2, {first}]) torch.Size([2, {first}, 64])"
+    first = int(output[1].split("torch.Size([2, ")[1].split("]")[0])
+    assert output[1] == f"torch.Size([2, {first}]) torch.Size([2, {first}, 64])"
 
 
-def test_the_new_scorer_is_chosen_by_its_name_and_keeps_large_values(checkout):
-    said = dict(
+def test_the_new_scorer_works_by_name_and_keeps_large_values(checkout):
+    output = dict(
         line.split(" keeps ") for line in run(checkout, sys.executable, "try_vatp.py").splitlines()
     )
-    assert said["vatp"] == "80 of 80 large values"
-    assert int(said["snapkv"].split()[0]) < 40
+    assert output["vatp"] == "80 of 80 large values"
+    assert int(output["snapkv"].split()[0]) < 40
 
 
 def test_the_new_file_and_the_table_pass_the_linter(checkout):
@@ -97,34 +97,36 @@ def test_the_new_file_and_the_table_pass_the_linter(checkout):
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0])
-def test_it_computes_the_pages_formula(vatp, power):
+def test_the_scorer_computes_the_formula_of_the_page(vatp, power):
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(1, 4, 90, 16, generator=generator)
     k, v = torch.randn(2, 1, 2, 90, 16, generator=generator)
     policy = {"scorer": "vatp", "scorer_params": {"power": power}, "window": 8}
     kept = compress(q, k, v, policy=policy, budget=30, page_size=4)
-    rows = reference.attention(q[0].double().numpy(), k[0].double().numpy(), range(82, 90))
-    want = np.zeros((2, 82))
+    weights = reference.attention(q[0].double().numpy(), k[0].double().numpy(), range(82, 90))
+    expected = np.zeros((2, 82))
     for group in range(2):
         for j in range(82):
-            seen = sum(rows[h, i, j] for h in (2 * group, 2 * group + 1) for i in range(8)) / 2
-            want[group, j] = seen * sum(abs(v[0, group, j].double().numpy())) ** power
+            received = (
+                sum(weights[h, i, j] for h in (2 * group, 2 * group + 1) for i in range(8)) / 2
+            )
+            expected[group, j] = received * sum(abs(v[0, group, j].double().numpy())) ** power
     torch.testing.assert_close(
-        kept.scores[0][:, :82], torch.from_numpy(want).float(), rtol=1e-4, atol=1e-6
+        kept.scores[0][:, :82], torch.from_numpy(expected).float(), rtol=1e-4, atol=1e-6
     )
 
 
-def test_its_parameters_are_checked(vatp):
+def test_parameters_of_the_scorer_are_checked(vatp):
     assert CompressionConfig.parse({"scorer": "vatp"}).build_scorer() == vatp(power=1.0)
     with pytest.raises(ConfigError, match=r"'pwoer'.*did you mean 'power'"):
         CompressionConfig.parse({"scorer": "vatp", "scorer_params": {"pwoer": 2}})
 
 
 @pytest.mark.engine
-def test_it_runs_in_the_engine(vatp, tmp_path):
-    """A prompt of 300 tokens keeps the budgeted pages, and other tokens than with SnapKV."""
+def test_the_scorer_runs_in_the_engine(vatp, tmp_path):
+    """A prompt of 300 tokens keeps the pages of its budget, and other tokens than with SnapKV."""
     prompt, outputs = tokens(300, seed=5), {}
-    budget = 3 * BLOCK + 300 % BLOCK  # three pages of each layer, and the tail
+    budget = 3 * BLOCK + 300 % BLOCK  # three pages per layer and the tail
     for scorer in ("vatp", "snapkv"):
         chosen = settings("custom", budget, scorer=scorer, usage=True)
         with engine(make("llama-gqa", tmp_path), additional_config=chosen) as llm:

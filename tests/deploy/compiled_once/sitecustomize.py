@@ -1,9 +1,10 @@
-"""Python runs this at the start of every process of an image's build.
+"""Reuse bytecode of the test environment while pip installs packages into an image.
 
-Half of what pip does is to compile the thousands of modules that it installs. The suite's own
-environment comes from the same lock, and holds nearly all of them compiled already. Where it has a
-module of the same bytes, its bytecode is what the compiler would write, but for two things: whose
-time of modification it names, which is set here, and which path, which Python sets as it imports.
+Python runs this file at the start of every process of an image build. Half of pip's time goes into
+compiling thousands of modules. The test environment comes from the same lock and has nearly all of
+them compiled. If it has a module with the same bytes, its bytecode is valid here except for two
+fields: the modification time of the source, which this file sets, and the path, which Python sets
+on import.
 """
 
 import compileall
@@ -14,32 +15,35 @@ from pathlib import Path
 from typing import Any
 
 COMPILED = Path(os.environ["COMPILED_ALREADY"])
-"""The folder of packages of an environment of this Python."""
+"""The site-packages folder of an environment with the same Python."""
 HEADER = struct.Struct("<4s3L")
-"""Magic number, flags, and of the source the time of modification and the size."""
+"""Magic number, flags, modification time of the source, and size of the source."""
 compile_file = compileall.compile_file
 
 
 def bytecode_of(source: Path) -> bytes | None:
-    """What the other environment has compiled of the same bytes, for `source` as it lies there."""
-    inside = str(source).partition("/site-packages/")[2]
-    twin = COMPILED / inside
-    compiled = Path(importlib.util.cache_from_source(str(twin)))
-    if not inside or not twin.is_file() or not compiled.is_file():
+    """Return the test environment's bytecode of a module identical to `source`, or None."""
+    relative = str(source).partition("/site-packages/")[2]
+    original = COMPILED / relative
+    compiled = Path(importlib.util.cache_from_source(str(original)))
+    if not relative or not original.is_file() or not compiled.is_file():
         return None
     code = compiled.read_bytes()
-    written, own = twin.stat(), source.stat()
-    header = (importlib.util.MAGIC_NUMBER, 0, int(written.st_mtime), written.st_size)
-    if code[: HEADER.size] != HEADER.pack(*header) or twin.read_bytes() != source.read_bytes():
+    original_stat, source_stat = original.stat(), source.stat()
+    header = (importlib.util.MAGIC_NUMBER, 0, int(original_stat.st_mtime), original_stat.st_size)
+    if code[: HEADER.size] != HEADER.pack(*header) or original.read_bytes() != source.read_bytes():
         return None
-    return HEADER.pack(*header[:2], int(own.st_mtime), own.st_size) + code[HEADER.size :]
+    return (
+        HEADER.pack(*header[:2], int(source_stat.st_mtime), source_stat.st_size)
+        + code[HEADER.size :]
+    )
 
 
-def compile_once(fullname: Any, *args: Any, **named: Any) -> Any:
+def compile_once(fullname: Any, *args: Any, **kwargs: Any) -> Any:
     source = Path(fullname)
     code = bytecode_of(source)
     if code is None:
-        return compile_file(fullname, *args, **named)
+        return compile_file(fullname, *args, **kwargs)
     target = Path(importlib.util.cache_from_source(str(source)))
     target.parent.mkdir(exist_ok=True)
     target.write_bytes(code)
