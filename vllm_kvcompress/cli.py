@@ -12,7 +12,7 @@ import typer
 
 from vllm_kvcompress.commands import compare_options as compared
 from vllm_kvcompress.commands import kv_flags
-from vllm_kvcompress.commands.options import takes
+from vllm_kvcompress.commands.options import PlainNumbers, takes
 from vllm_kvcompress.commands.plan_options import PlanOptions
 from vllm_kvcompress.errors import KVCompressError
 
@@ -58,7 +58,7 @@ def _for_every_command(
     pass
 
 
-@app.command()
+@app.command(cls=PlainNumbers)
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> None:
     """What a request takes, and how many fit, with and without compression. Needs no vLLM."""
@@ -71,7 +71,7 @@ def plan(options: PlanOptions) -> None:
         found.show()
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
 def doctor(
     context: typer.Context,
     model: Annotated[
@@ -136,7 +136,7 @@ def doctor(
     )
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(cls=PlainNumbers, context_settings={"allow_extra_args": True})
 def compare(
     context: typer.Context,
     url: Annotated[str | None, URL] = None,
@@ -200,7 +200,7 @@ def compare(
     )
 
 
-@app.command()
+@app.command(cls=PlainNumbers)
 def health(
     url: Annotated[str, URL] = "http://127.0.0.1:8000",
     after: Annotated[

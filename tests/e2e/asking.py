@@ -4,6 +4,8 @@ import json
 
 import httpx
 
+ENDPOINTS = ["chat/completions", "completions", "responses"]
+
 
 def body(endpoint, text, xargs, stream, model="demo"):
     common = {"model": model, "temperature": 0, "stream": stream, "vllm_xargs": xargs}

@@ -10,14 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
-from asking import QUESTION, RULE, answers, body, chat_of, post, said
+from asking import ENDPOINTS, QUESTION, RULE, answers, body, chat_of, post, said
 from checkpoints import talking
 from forks import serve_forking
+from hostile import ASKED, DECODE_BUDGETS, refused
 from idling import wait_for
-from vllm_kvcompress.errors import OverrideError
+from misplaced import INSIDE, ORDINARY, TOP_LEVEL, minimal
 from vllm_kvcompress.serving.text import long_prompt
-from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import settings_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -57,9 +56,6 @@ def text(demo_model):
     from transformers import AutoTokenizer
 
     return long_prompt(AutoTokenizer.from_pretrained(demo_model), 1500)
-
-
-ENDPOINTS = ["chat/completions", "completions", "responses"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -240,19 +236,7 @@ def test_a_long_answer_is_bounded_while_it_grows_and_ends(server, client):
     assert blocks >= times - 1  # the first time may give back none
 
 
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        (1024, "kv_decode_budget must be at most 512 on this server, got 1024"),
-        (True, "kv_decode_budget must be a whole number of at least 2 tokens per layer, got 1"),
-        ("256", "must be a whole number of at least 2 tokens per layer, got '256'"),
-        (
-            4,
-            "decode_budget=4 tokens per layer cannot hold the decode window of 8 tokens and one"
-            " more",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("asked", "sentence"), DECODE_BUDGETS)
 def test_the_openai_client_hears_why_a_decode_budget_is_refused(client, asked, sentence):
     with pytest.raises(BadRequestError, match=re.escape(sentence)) as refusal:
         client.completions.create(
@@ -260,34 +244,6 @@ def test_the_openai_client_hears_why_a_decode_budget_is_refused(client, asked, s
             extra_body={"vllm_xargs": {"kv_decode_budget": asked}},
         )  # fmt: skip
     assert refusal.value.status_code == 400
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=4,
-)
-KEYS = st.sampled_from(["kv_compress", "kv_budget", "kv_decode_budget", "kv_budgett", "x"])
-ASKED = st.dictionaries(KEYS, JSON, min_size=1, max_size=3) | st.fixed_dictionaries(
-    {},
-    optional={
-        "kv_compress": st.sampled_from(["off", "cake", "snapkv", "h2o", "custom", "CAKE", ""]),
-        "kv_budget": st.floats(0, 1.2) | st.integers(-1, 2000) | st.sampled_from(["0.2", "1024"]),
-        "kv_decode_budget": st.integers(-1, 600) | st.sampled_from([256.0, 256.5, "256"]),
-    },
-)
-
-
-def refused(xargs):
-    """Whether the policy of COMMON refuses what arrives as it was sent."""
-    policy = {"allow_override": "off,snapkv,cake", "budget_bounds": "0.1:0.5,128:1024"}
-    policy |= {"compress": "cake", "decode_budget": 512}
-    try:
-        settings_for(CompressionConfig.parse(policy), xargs)
-    except OverrideError:
-        return True
-    # vLLM's own rule for integers of extra arguments
-    return any(type(x) is int and not -(2**63) <= x < 2**64 for x in xargs.values())
 
 
 @settings(
@@ -396,3 +352,49 @@ def test_chats_that_vllm_makes_other_prompts_of(server, text):
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["choices"]) == 2
     assert len(server.compressed()) == before
+
+
+@pytest.mark.parametrize("path", list(minimal()))
+@pytest.mark.parametrize(("added", "sentence"), TOP_LEVEL, ids=repr)
+def test_a_setting_outside_vllm_xargs_is_refused(server, path, added, sentence):
+    before = server.metric("vllm:kv_compress_refused_requests_total")
+    answer = httpx.post(f"{server.url}{path}", json=minimal()[path] | added, timeout=300)
+    assert answer.status_code == 400, answer.text
+    place = "sampling_params.extra_args" if "inference" in path else "vllm_xargs"
+    assert sentence.format(place=place) in answer.json()["error"]["message"]
+    assert server.metric("vllm:kv_compress_refused_requests_total") == before + 1
+
+
+@pytest.mark.parametrize("name", ["demo", "demo@half"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_openai_client_hears_where_a_setting_belongs(client, name, stream):
+    for extra_body, sentence in (
+        ({"kv_bugdet": 0.05}, "did you mean 'kv_budget' inside vllm_xargs?"),
+        ({"extra_body": {"vllm_xargs": {"kv_budget": 0.05}}}, "'extra_body' is an argument"),
+        ({"vllm_xargs": {"budget": 0.3}}, "'budget' is unknown; did you mean 'kv_budget'?"),
+    ):
+        with pytest.raises(BadRequestError, match=re.escape(sentence)):
+            client.completions.create(
+                model=name, prompt="Hello", max_tokens=2, stream=stream, extra_body=extra_body
+            )
+
+
+@pytest.mark.parametrize(("asked", "sentence"), INSIDE, ids=repr)
+def test_a_misspelt_setting_is_shown_as_it_was_sent(server, asked, sentence):
+    for endpoint in ENDPOINTS:
+        answer = post(server, endpoint, "Hello", asked)
+        assert answer.status_code == 400, answer.text
+        assert sentence in answer.json()["error"]["message"]
+    path = "/inference/v1/generate"
+    for params in ({"extra_args": asked}, {"max_tokens": 2, **asked}, {"vllm_xargs": asked}):
+        sent = minimal()[path] | {"sampling_params": params}
+        answer = httpx.post(f"{server.url}{path}", json=sent, timeout=300)
+        only_bare = "extra_args" not in params and "vllm_xargs" not in params
+        assert answer.status_code == (200 if only_bare and "budget" in asked else 400), answer.text
+
+
+@pytest.mark.parametrize("path", list(minimal()))
+@pytest.mark.parametrize("added", ORDINARY, ids=repr)
+def test_what_is_no_setting_stays_vllms_business(server, path, added):
+    answer = httpx.post(f"{server.url}{path}", json=minimal()[path] | added, timeout=300)
+    assert answer.status_code == 200, answer.text

@@ -110,6 +110,22 @@ def test_without_flags_nothing_is_added(model):
         (["--kv-compress", "cake", "--kv-alias", "fast=cake:0.2", "--kv-alias", "b=x:1"], "'x'"),
         (["--kv-compress", "cake", "--kv-compress-config", "[1]"], "JSON object"),
         (["--kv-compress", "cake", "--kv-compress-config", "{"], "JSON object"),
+        (["--kv-compress", "cake", "--kv-budget", "1_000"], "got '1_000'"),
+        (["--kv-compress", "cake", "--kv-budget", "\u0660.\u0662"], "ratio in (0, 1]"),
+        (["--kv-compress", "cake", "--kv-min-prompt", "1_000"], "digits 0 to 9"),
+        (["--kv-compress-config", '{"compress": "cake", "compress": "off"}'], "is given twice"),
+        (
+            ["--kv-compress-config", '{"compress": "cake", "scorer_params": {"a": 1, "a": 2}}'],
+            "'a' is given twice",
+        ),
+        (
+            ["--additional-config", '{"kvcompress": {"compress": "cake", "compress": "off"}}'],
+            "'compress' is given twice",
+        ),
+        (
+            ["--additional-config", '{"kvcompress": {}, "kvcompress": {"compress": "off"}}'],
+            "'kvcompress' is given twice",
+        ),
     ],
 )
 def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
@@ -122,6 +138,13 @@ def test_wrong_flags_end_with_one_sentence(arguments, message, capsys, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--additional-config", '{"kvcompres": {"compress": "cake"}}'], "did you mean 'kvcomp"),
+        (["--additional-config", '{"kv_compress": {"compress": "cake"}}'], "got 'kv_compress'"),
+        (["--additional-config", '{"KVCompress": {"compress": "cake"}}'], "got 'KVCompress'"),
+        (["--additional-config", '{"vllm_kvcompress": {}}'], "got 'vllm_kvcompress'"),
+        (["--additional-config", '{"kv_budget": 0.1}'], "write {'kvcompress': {'budget': 0.1}}"),
+        (["--kv-compress", "cake", "--additional-config", '{"kv-compres": 1}'], "did you mean"),
+        (["--additional-config.kvcompres.compress", "cake"], "did you mean 'kvcompress'"),
         (["--kv-budget", "0.1"], "need a method"),
         (["--kv-allow-override", "all"], "need a method"),
         (["--kv-alias", "fast=cake:0.2"], "need a method"),
@@ -191,3 +214,50 @@ def test_further_names_are_refused_where_another_front_end_looks_them_up(model, 
     with pytest.raises(ConfigError, match=r"^--kv-alias: the Rust front end .*; unset VLLM_USE_"):
         configure(model, additional_config=named)
     configure(model, additional_config={"kvcompress": {"compress": "off"}})
+
+
+@pytest.mark.parametrize("other", ["compressor", "compression", "weights", "kv_connector"])
+def test_settings_of_other_plugins_are_left_alone(other, model):
+    assert engine_args(model, "--additional-config", f'{{"{other}": 1, "x": 2}}').additional_config
+    configure(model, additional_config={other: {"compress": 1}})
+
+
+def test_a_misspelt_key_is_refused_offline_too(model):
+    with pytest.raises(ConfigError, match="got 'kvcompres'; did you mean 'kvcompress'"):
+        configure(model, additional_config={"kvcompres": {"compress": "cake"}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"budget": 99999999999999999999}, "--kv-budget"),
+        ({"budget": 4097}, "--kv-budget"),
+        ({"decode_budget": 4097}, "--kv-decode-budget"),
+        ({"min_prompt": 4097}, "--kv-min-prompt"),
+        ({"alias": {"many": "cake:4097"}}, "the budget of --kv-alias many"),
+        ({"allow_override": "all", "budget_bounds": [[4097, 5000]]}, "the smallest of --kv-budget"),
+    ],
+)
+def test_lengths_that_no_prompt_reaches_are_refused(model, asked, name):
+    longest = 4096
+    with pytest.raises(ConfigError, match=f"{name}.* must be at most --max-model-len 4096,.* got"):
+        configure(
+            model,
+            max_model_len=longest,
+            additional_config={"kvcompress": {"compress": "cake", **asked}},
+        )
+
+
+def test_lengths_that_a_prompt_may_reach_are_taken(model):
+    own = {"compress": "cake", "budget": 4096, "min_prompt": 4096, "allow_override": "all"}
+    own["budget_bounds"] = "100:99999999"
+    configure(model, max_model_len=4096, additional_config={"kvcompress": own})
+
+
+def test_every_output_says_whether_its_prompt_was_compressed(model):
+    """Also where compression is off: the attribute is there, and says nothing."""
+    from vllm.outputs import RequestOutput
+
+    configure(model, additional_config={})
+    plain = RequestOutput("a", "", [1], None, [], finished=True)
+    assert plain.kv_compress is None

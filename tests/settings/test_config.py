@@ -55,6 +55,7 @@ def test_budget(value, expected):
 BAD_BUDGETS = [
     0, -1, 1.5, "ten", NAN, True, INF, False, None, 0.0, -0.1, -INF, "0", "-1", "1.5", "nan", "inf",
     "", "True", "10%", [0.1], {"ratio": 0.1}, 1j, 1.0000001,
+    "1_000", "0.2_5", "1e-1_0", "\u0660.\u0662", "\u0661\u0660\u0662\u0664", "\uff10.\uff12",
 ]  # fmt: skip
 
 
@@ -64,6 +65,27 @@ def test_budget_is_refused(value):
     refused(rule, repr(value), budget=value)
     with pytest.raises(ConfigError):
         parse_budget(value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("window", "min_prompt", "min_output", "pressure", "lookahead", "decode_budget"),
+        *("decode_interval", "decode_window", "max_whole", "piece", "probe", "probe_first"),
+    ],
+)
+@pytest.mark.parametrize("text", ["1_0", "0_1", "\u0661\u0660", "\uff11\uff10"])
+def test_numbers_have_the_digits_0_to_9_alone(name, text):
+    refused(f"{name} must be written with the digits 0 to 9", repr(text), raw={
+        "compress": "cake", name: text,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["1_000", "\u0661\u0660\u0662\u0664:2048", "0.1:0.5,1_28:1024"])
+def test_bounds_and_aliases_have_the_digits_0_to_9_alone(text):
+    refused("budget_bounds must be MIN:MAX", allow_override="all", budget_bounds=text)
+    refused("alias 'a': budget must be", alias="a=cake:1_024")
+    refused("alias 'a': budget must be", alias={"a": "cake:\u0660.\u0662"})
 
 
 @pytest.mark.parametrize("budget", [1, 31, 32])

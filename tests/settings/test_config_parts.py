@@ -211,3 +211,39 @@ def test_replacements():
     assert config.build_allocator() == Pyramid(beta=10)
     assert config.build_scorer() == CakeIndicator(gamma=1, kernel=3)
     assert config.resolved_window == 8
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"allocator_params": {"tau1": 1e-300}}, "tau1 must be 0, or between 1e-06 and 1e+06"),
+        ({"allocator_params": {"tau2": 1e300}}, "got 1e+300; 1.0 is usual"),
+        ({"allocator_params": {"tau1": 10**400}}, "tau1 must be 0, or between"),
+        ({"scorer_params": {"gamma": 1e-40}}, "got 1e-40; 200.0 is usual"),
+        ({"scorer_params": {"gamma": 1e39}}, "gamma must be 0, or between"),
+        ({"scorer_params": {"kernel": 100001}}, "kernel must be at most 4096, got 100001"),
+        ({"scorer_params": {"kernel": 2001}}, "cake.kernel must be at most 1023, got 2001"),
+        ({"compress": "snapkv", "scorer_params": {"kernel": 10**30 + 1}}, "kernel must be at most"),
+        ({"compress": "pyramidkv", "allocator_params": {"beta": 1e12}}, "beta must be"),
+        ({"compress": "dynamickv", "allocator_params": {"r_max": 1e30}}, "r_max must be"),
+        ({"compress": "dynamickv", "allocator_params": {"every": 10**6}}, "every must be at most"),
+        ({"compress": "streamingllm", "scorer_params": {"sinks": 10**9}}, "sinks must be at most"),
+        ({"compress": "lagkv", "scorer_params": {"lag": 10**9}}, "lag must be at most 4096"),
+        ({"compress": "d2o", "allocator_params": {"floor": 10**9}}, "floor must be at most"),
+        ({"compress": "d2o", "allocator_params": {"skip_layers": [10**9]}}, "skip_layers must"),
+        ({"compress": "chunkkv", "selector_params": {"size": 10**9}}, "size must be at most"),
+        ({"compress": "chunkkv", "selector_params": {"reuse": 10**9}}, "reuse must be at most"),
+        ({"compress": "random", "scorer_params": {"seed": 2**64}}, "seed must be at most"),
+        ({"compress": "random", "scorer_params": {"seed": -1}}, "random.seed must be a whole"),
+    ],
+)
+def test_parameters_without_a_sensible_size_are_refused(raw, words):
+    refused(words, raw={"compress": "cake", **raw})
+
+
+def test_parameters_of_a_sensible_size_are_taken():
+    assert parse(allocator_params={"tau1": 1e-3, "tau2": 3}).enabled
+    assert parse(scorer_params={"gamma": 0}).enabled
+    assert parse("snapkv", scorer_params={"kernel": 1023}).enabled
+    assert parse("random", scorer_params={"seed": 2**32 - 1}).enabled
+    assert parse("chunkkv", selector_params={"size": 256}).enabled

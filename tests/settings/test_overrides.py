@@ -30,7 +30,7 @@ def refusal(engine, **asked):
 
 @pytest.mark.parametrize("engine", [OPEN, BOUNDED])
 @pytest.mark.parametrize(
-    "asked", [None, {}, {"other": 3, "compress": 1}, {"kv_transfer_params": {}}]
+    "asked", [None, {}, {"other": 3, "compressor": 1}, {"kv_transfer_params": {}}]
 )
 def test_who_asks_for_nothing_gets_the_engines_settings(engine, asked):
     assert settings_for(engine, asked) is engine
@@ -149,6 +149,19 @@ def test_another_method_is_its_preset_with_the_engines_gates():
         ({"kv_compres": "off"}, "invalid", "did you mean 'kv_compress'"),
         ({"KV_BUDGET": 0.2}, "invalid", "did you mean 'kv_budget'"),
         ({"kv-budget": 0.2}, "invalid", "did you mean 'kv_budget'"),
+        ({"kv-budget": 0.2}, "invalid", "'kv-budget' is unknown"),
+        ({"KV_BUDGET": 0.2}, "invalid", "'KV_BUDGET' is unknown"),
+        ({"budget": 0.2}, "invalid", "'budget' is unknown; did you mean 'kv_budget'?"),
+        ({"kvbudget": 0.2}, "invalid", "'kvbudget' is unknown; did you mean 'kv_budget'?"),
+        ({"kvBudgte": 0.2}, "invalid", "'kvBudgte' is unknown; did you mean 'kv_budget'?"),
+        ({"kv.budget": 0.2}, "invalid", "did you mean 'kv_budget'?"),
+        ({"compress": "off"}, "invalid", "did you mean 'kv_compress'?"),
+        ({"protect": "system"}, "invalid", "did you mean 'kv_protect'?"),
+        ({"kvtransferparams": {}}, "invalid", "did you mean 'kv_transfer_params'?"),
+        ({"vllm_xargs": {"kv_budget": 0.2}}, "invalid", "got it inside 'vllm_xargs'"),
+        ({"a": {"b": {"kv_compress": "off"}}}, "invalid", "'kv_compress' must stand beside"),
+        ({"kv_budget": "0.2_5"}, "invalid", "got '0.2_5'"),
+        ({"kv_budget": "\u0662\u0665\u0666"}, "invalid", "kv_budget must be a ratio"),
         ({"kv_window": 8}, "invalid", "a request may set ['kv_compress', 'kv_budget', '"),
         ({"kv_decode_budget": 64}, "not_allowed", "does not bound answers"),
         ({"kv_decode_budgets": 64}, "invalid", "did you mean 'kv_decode_budget'"),

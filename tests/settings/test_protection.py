@@ -5,8 +5,9 @@ import pytest
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import joined
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for, settings_for
+from vllm_kvcompress.settings.overrides import by_role_for, settings_for
 from vllm_kvcompress.settings.protection import Protection, parse_protect, protection_of
+from vllm_kvcompress.settings.request_keys import BY_ROLE
 
 
 def of(**more):

@@ -21,6 +21,7 @@ from vllm_kvcompress.serving.exposition import Host
 from vllm_kvcompress.serving.text import QUESTION, english
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import parse_budget
+from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
 # The picture tells so many parts of a prompt apart, and needs so many tokens to show something.
 _BUCKETS = 240
@@ -154,9 +155,11 @@ def _chat(request: Request, text: str) -> dict[str, Any] | None:
     if request.prompt_file is None or not text.lstrip().startswith("{"):
         return None
     try:
-        body = json.loads(text)
+        body = parse_json(text)
     except json.JSONDecodeError:
         return None
+    except RepeatedKeyError as e:
+        raise ConfigError(f"--prompt-file {request.prompt_file}: {e}") from None
     messages = body.get("messages")
     roles = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages

@@ -1,11 +1,11 @@
 """The flags of ``vllm serve --kv-...`` that our commands take as well, and what they set."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.text import parse_json
 
 Compress = Annotated[
     str | None,
@@ -126,7 +126,7 @@ def settings_from(everything: str | None, **flags: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if everything is not None:
         try:
-            settings = json.loads(everything)
+            settings = parse_json(everything)
         except ValueError as e:
             raise ConfigError(
                 f"--kv-compress-config must be a JSON object, got {everything!r} ({e})"

@@ -5,6 +5,11 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
+import typer
+from typer.core import TyperCommand
+
+from vllm_kvcompress.settings.text import PLAIN_DIGITS, has_plain_digits
+
 Options = TypeVar("Options")
 
 
@@ -39,3 +44,31 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
         return command
 
     return decorate
+
+
+class PlainNumbers(TyperCommand):
+    """A typer command whose numbers are refused in other digits than 0 to 9."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command's name.
+
+        Raises:
+            typer.BadParameter: a word is a number only as Python reads it.
+        """
+        flag = ""
+        for word in args[: args.index("--") if "--" in args else None]:
+            name, equals, text = word.partition("=")
+            text = text if equals else word
+            if _is_number(text) and not has_plain_digits(text):
+                place = f"{name if equals else flag} ".lstrip()
+                raise typer.BadParameter(f"{place}{PLAIN_DIGITS}, got {text!r}", ctx=ctx)
+            flag = word if word.startswith("-") else ""
+        return super().parse_args(ctx, args)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item, Message
 from vllm_kvcompress.serving.exposition import Host, Refused, Unreachable
-from vllm_kvcompress.settings.overrides import BUDGET, BY_ROLE, COMPRESS, LOOKAHEAD
 from vllm_kvcompress.settings.protection import NONE, PROTECT
+from vllm_kvcompress.settings.request_keys import BUDGET, BY_ROLE, COMPRESS, LOOKAHEAD
 
 _WAITS_S = (0.5, 2.0, 8.0)
 

@@ -9,7 +9,7 @@ from vllm_kvcompress.compare.client import FULL, Cell, Client
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.serving.exposition import Host, Metrics, Refused, Unreachable, error_message
-from vllm_kvcompress.settings.overrides import BY_ROLE
+from vllm_kvcompress.settings.request_keys import BY_ROLE
 
 _QUICK_S = 10.0
 _TOPS = (20, 5, 1, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvcompress.compare.tasks import Item
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
 TASK = "prompts"
 """What an operator's own prompts belong to."""
@@ -71,12 +72,16 @@ def keys(items: Sequence[Item]) -> list[str]:
 
 def _item(line: str, where: str, number: int, max_tokens: int) -> Item:
     try:
-        body = json.loads(line)
+        body = parse_json(line)
         # What is sent has it a little deeper.
         json.dumps([[[[body]]]])
     except json.JSONDecodeError as e:
         # The rule and the place, and nothing of the line.
         raise ConfigError(f"{where} must be JSON, {_FORM}; {e.msg} (column {e.colno})") from None
+    except RepeatedKeyError:
+        raise ConfigError(
+            f"{where} must be JSON, {_FORM}; an object in it has a key twice, remove one of them"
+        ) from None
     except ValueError as e:
         raise ConfigError(f"{where} must be JSON, {_FORM}; {e}") from None
     except RecursionError:

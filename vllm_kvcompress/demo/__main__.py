@@ -22,12 +22,22 @@ from vllm_kvcompress.demo.ask import NAME, Reply, ask, summary
 from vllm_kvcompress.demo.progress import Progress
 from vllm_kvcompress.demo.questions import CHOSEN, REQUEST, REQUEST_TOKENS, prompt
 from vllm_kvcompress.demo.report import save_picture, show, show_request
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.serving.process import CACHE_SPACE, ENVIRONMENT, Server, command, serve
 from vllm_kvcompress.serving.text import long_prompt
+from vllm_kvcompress.settings.text import refuse_other_digits
 
 ALONE, COMPRESSED = "vLLM alone", "compressed"
 RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+
+
+def _whole_number(text: str) -> int:
+    try:
+        refuse_other_digits(text)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return int(text)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,12 +47,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--method", default=RECOMMENDED)
     parser.add_argument("--budget", default="0.2")
-    parser.add_argument("--tokens", type=int, default=6000, help="length of the text")
-    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="times that the question is asked")
+    parser.add_argument("--tokens", type=_whole_number, default=6000, help="length of the text")
+    parser.add_argument(
+        "--max-tokens", type=_whole_number, default=96, help="tokens of each answer"
+    )
+    parser.add_argument(
+        "--rounds", type=_whole_number, default=3, help="times that the question is asked"
+    )
     parser.add_argument("--picture", type=Path, help="also save the report as this SVG file")
     parser.add_argument("--serve", action="store_true", help="leave the server up, no report")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=_whole_number, default=8000)
     return parser.parse_args(argv)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -12,6 +13,11 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.prompt import Columns, LayerStats, Prompt
 
 T = TypeVar("T")
+
+MOST_TOKENS = 4096
+"""Largest parameter of a method that is a number of tokens or layers."""
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Smallest and largest size of a method's other parameters: float32 holds their powers."""
 
 
 class Reads(enum.Flag):
@@ -163,6 +169,24 @@ def choose(role: str, table: Mapping[str, T], name: str) -> T:
     raise ConfigError(f"{role}={name!r} is unknown{hint} choose from {sorted(table)}")
 
 
+def _out_of_range(value: Any, wants: type, largest: int) -> str | None:
+    """Return the range that a number is outside of; None inside it, and for all else.
+
+    A class checks itself that a number is finite and not below its own least value.
+    """
+    if wants is float:
+        size = abs(value)
+        if size == 0 or size == math.inf or size != size or SMALLEST <= size <= LARGEST:
+            return None
+        return f"0, or between {SMALLEST:g} and {LARGEST:g} in size"
+    if wants is tuple:
+        whole = all(type(each) is int and abs(each) <= largest for each in value)
+        return None if whole else f"whole numbers of at most {largest} in size"
+    if wants is int and not isinstance(value, bool) and abs(value) > largest:
+        return f"at most {largest}"
+    return None
+
+
 def build(
     role: str,
     table: Mapping[str, type[Any]],
@@ -178,7 +202,8 @@ def build(
         params: what was asked for; wins over both.
 
     Raises:
-        ConfigError: the name or a parameter is unknown, a value is of another type, the class
+        ConfigError: the name or a parameter is unknown, a value is of another type or too large
+            or small (`largest` of the class has other limits of whole numbers), the class
             has a parameter without a default, or one was asked for that has no effect beside the
             others (`unused` of the class, where it has that: a name and the reason each).
     """
@@ -202,6 +227,12 @@ def build(
             raise ConfigError(
                 f"{role} {name!r}: {key} must be a {wants.__name__} like {known[key].default!r},"
                 f" got {value!r}"
+            )
+        largest = getattr(policy, "largest", {}).get(key, MOST_TOKENS)
+        if (rule := _out_of_range(value, wants, largest)) is not None:
+            raise ConfigError(
+                f"{role} {name!r}: {key} must be {rule}, got {value!r};"
+                f" {known[key].default!r} is usual"
             )
     given = dict(params)
     made = policy(**{**defaults, **given})

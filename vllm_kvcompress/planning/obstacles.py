@@ -117,3 +117,30 @@ def why_no_room_for_probe(
 def _possible() -> list[str]:
     presets = {name: CompressionConfig.parse({"compress": name}) for name in PRESETS}
     return sorted(name for name, own in presets.items() if not method_of(own).why_whole)
+
+
+def why_never_reached(settings: CompressionConfig, longest: int) -> str | None:
+    """Say which number of tokens no prompt can reach; None where each can be.
+
+    Args:
+        longest: the most tokens that a prompt and its output may have together.
+    """
+    lows = [low for low, _ in settings.budget_bounds]
+    least = max((low for low in lows if isinstance(low, int)), default=None)
+    given = settings.min_prompt if "min_prompt" in settings.model_fields_set else None
+    lengths = {
+        "--kv-budget": settings.budget if isinstance(settings.budget, int) else None,
+        "the smallest of --kv-budget-bounds": least,
+        "--kv-decode-budget": settings.decode_budget,
+        "--kv-min-prompt": given,
+    }
+    for alias in settings.alias:
+        budget = alias.budget if isinstance(alias.budget, int) else None
+        lengths[f"the budget of --kv-alias {alias.name}"] = budget
+    for name, tokens in lengths.items():
+        if tokens is not None and tokens > longest:
+            return (
+                f"{name} must be at most --max-model-len {longest}, since no prompt is longer and"
+                f" nothing would be compressed, got {tokens}; lower it, or raise --max-model-len"
+            )
+    return None

@@ -36,6 +36,7 @@ from vllm_kvcompress.settings.lookahead import LookaheadSettings, judges_by_wind
 from vllm_kvcompress.settings.parsing import (
     Alias,
     Bounds,
+    number,
     one_sentence,
     parse_aliases,
     parse_bounds,
@@ -128,9 +129,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
     @field_validator("min_output", "pressure", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ConfigError(f"must be a number, got {value!r}")
-        return value
+        return number(value)
 
     @field_validator("allow_override", mode="before")
     @classmethod

@@ -1,6 +1,5 @@
 """What a request may ask for, in ``vllm_xargs`` or in ``SamplingParams.extra_args``."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,16 +7,17 @@ from typing import Any, NamedTuple
 from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.parsing import Alias, parse_budget
-from vllm_kvcompress.settings.protection import PROTECT, Protection, protection_of, short
-
-COMPRESS, BUDGET, ALIAS = "kv_compress", "kv_budget", "kv_alias"
-DECODE_BUDGET, LOOKAHEAD = "kv_decode_budget", "kv_lookahead"
-BY_ROLE = "kv_by_role"
-_CHOICES = (COMPRESS, BUDGET, DECODE_BUDGET, LOOKAHEAD)
-_KEYS = (*_CHOICES, PROTECT, BY_ROLE)
-_OF_VLLM = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
-_LONGEST = 24
-"""Letters of an unknown key that are compared with our keys, to find one that was misspelt."""
+from vllm_kvcompress.settings.protection import Protection, protection_of, short
+from vllm_kvcompress.settings.request_keys import (
+    ALIAS,
+    BUDGET,
+    BY_ROLE,
+    CHOICES,
+    COMPRESS,
+    DECODE_BUDGET,
+    LOOKAHEAD,
+    refuse_unknown,
+)
 
 
 def settings_for(
@@ -37,7 +37,7 @@ def settings_for(
         OverrideError: the request asks for something that it may not have, or that does not exist.
     """
     if settings is not None and extra_args:
-        _refuse_others(extra_args)
+        refuse_unknown(extra_args)
     choice = _choice(extra_args) if extra_args else None
     named = (extra_args or {}).get(ALIAS)
     if settings is None:
@@ -175,7 +175,7 @@ class _Choice(NamedTuple):
 
 def _choice(extra_args: Mapping[str, Any]) -> _Choice | None:
     """What a request names; None when it names nothing."""
-    if not extra_args.keys() & set(_CHOICES):
+    if not extra_args.keys() & set(CHOICES):
         return None
     compress, budget = extra_args.get(COMPRESS), extra_args.get(BUDGET)
     if compress is False:
@@ -213,17 +213,6 @@ def _whole(extra_args: Mapping[str, Any], key: str, least: int, described: str) 
             f"{key} must be a whole number of at least {described}, got {extra_args[key]!r}",
         )
     return value
-
-
-def _refuse_others(extra_args: Mapping[str, Any]) -> None:
-    """Refuse a key that begins as ours do and is neither ours nor vLLM's."""
-    for key in extra_args:
-        plain = key[:_LONGEST].lower().replace("-", "_")
-        if not plain.startswith("kv_") or key in (*_KEYS, ALIAS) or key in _OF_VLLM:
-            continue
-        near = difflib.get_close_matches(plain, _KEYS, 1, 0.8)
-        hint = f"did you mean {near[0]!r}?" if near else f"a request may set {list(_KEYS)}"
-        raise OverrideError("invalid", f"{plain!r} is unknown; {hint}")
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import choose
 from vllm_kvcompress.methods.presets import PRESETS, Merge
+from vllm_kvcompress.settings.text import has_plain_digits, refuse_other_digits
 
 Bounds = tuple[float, float] | tuple[int, int]
 _MERGES: Mapping[str, Merge] = {"true": True, "false": False, "values": "values"}
@@ -57,25 +58,27 @@ def parse_budget(value: Any) -> float | int:
         "budget must be a ratio in (0, 1] such as 0.1, or a whole number of tokens per layer such"
         f" as 1024; got {value!r}"
     )
-    number: Any = plain(value)
+    found: Any = plain(value)
     if isinstance(value, str):
+        if not has_plain_digits(value):
+            raise ConfigError(rule)
         try:
-            number = int(value)
+            found = int(value)
         except ValueError:
             try:
-                number = float(value)
+                found = float(value)
             except ValueError:
                 raise ConfigError(rule) from None
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if isinstance(found, bool) or not isinstance(found, int | float):
         raise ConfigError(rule)
-    if isinstance(number, int):
-        if number < 1:
+    if isinstance(found, int):
+        if found < 1:
             raise ConfigError(rule)
-        return number
+        return found
     # Written so that NaN fails too.
-    if not 0 < number <= 1:
+    if not 0 < found <= 1:
         raise ConfigError(rule)
-    return number
+    return found
 
 
 def parse_methods(value: Any) -> tuple[str, ...]:
@@ -106,7 +109,18 @@ def whole_tokens(value: Any) -> Any:
     """
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ConfigError(f"must be a whole number of tokens, got {value!r}")
-    return value
+    return refuse_other_digits(value)
+
+
+def number(value: Any) -> Any:
+    """Let numbers and their texts pass, for pydantic to read.
+
+    Raises:
+        ConfigError: a bool, which pydantic would take for a number, or other digits than 0 to 9.
+    """
+    if isinstance(value, bool):
+        raise ConfigError(f"must be a number, got {value!r}")
+    return refuse_other_digits(value)
 
 
 def parse_merge(value: Any) -> Merge | None:

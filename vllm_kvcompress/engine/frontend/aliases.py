@@ -14,7 +14,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.serving import BaseServing
 
 from vllm_kvcompress.engine.messages.settings import settings_given
-from vllm_kvcompress.settings.overrides import ALIAS, refuse_taken
+from vllm_kvcompress.settings.overrides import refuse_taken
+from vllm_kvcompress.settings.request_keys import ALIAS
 
 _INSTALLED = "_kvcompress_aliases_installed"
 _NAMES = "_kvcompress_aliases"

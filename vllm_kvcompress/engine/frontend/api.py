@@ -24,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvcompress.engine.frontend.aliases import resolve
+from vllm_kvcompress.engine.frontend.bodies import ignored_keys
 from vllm_kvcompress.engine.frontend.by_role import asked_roles
 from vllm_kvcompress.engine.frontend.chat_parts import TOLD, wanted
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
@@ -36,7 +37,7 @@ from vllm_kvcompress.engine.frontend.modalities import (
     waits_for_rendering,
 )
 from vllm_kvcompress.engine.frontend.protection import protected_spans
-from vllm_kvcompress.engine.frontend.room import check_room
+from vllm_kvcompress.engine.frontend.room import check_reach, check_room
 from vllm_kvcompress.engine.frontend.transfers import (
     PARAMETERS,
     Pulls,
@@ -49,7 +50,8 @@ from vllm_kvcompress.engine.messages.spans import attach_spans
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Roles, Spans
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for, protection_for, settings_for
+from vllm_kvcompress.settings.overrides import by_role_for, protection_for, settings_for
+from vllm_kvcompress.settings.request_keys import BY_ROLE, XARGS, misplaced, refuse_misplaced
 
 _INSTALLED = "_kvcompress_api"
 HANDLERS = (
@@ -100,10 +102,11 @@ def check(processor: InputProcessor, extra_args: Mapping[str, Any] | None) -> No
             protection_for(policy.settings, extra_args)
             by_role_for(policy.settings, extra_args)
             check_lookahead(processor.vllm_config, own)
+            check_reach(own, extra_args, processor.vllm_config)
 
 
 @contextmanager
-def _refusing(parameter: str = "vllm_xargs") -> Iterator[None]:
+def _refusing(parameter: str = XARGS) -> Iterator[None]:
     """Answer what a request may not have with vLLM's error, and count it."""
     try:
         yield
@@ -273,9 +276,10 @@ def _checking(answer: Any, *, chat: bool) -> Any:
     Responses make their generator within the stream, and beam search drops the extra arguments.
     """
 
-    async def checked(self: Any, request: Any) -> None:
+    async def checked(self: Any, request: Any, raw_request: Any) -> None:
         resolve(self.models, request)
         processor = self.engine_client.input_processor
+        await _check_places(processor, request, raw_request)
         check(processor, request.vllm_xargs)
         _check_pull(processor, request)
         _check_beams(processor, request, chat=chat)
@@ -285,7 +289,9 @@ def _checking(answer: Any, *, chat: bool) -> Any:
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         raw_request = args[0] if args else kwargs.get("raw_request")
         # where it is refused, vLLM tells a prefill server that keeps blocks for it
-        await self._with_kv_transfer_rejection_cleanup(checked(self, request), request, raw_request)
+        await self._with_kv_transfer_rejection_cleanup(
+            checked(self, request, raw_request), request, raw_request
+        )
         return await answer(self, request, *args, **kwargs)
 
     return answering
@@ -300,7 +306,10 @@ def _checking_batch(answer: Any) -> Any:
 
     @functools.wraps(answer)
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_pull(self.engine_client.input_processor, request)
+        processor = self.engine_client.input_processor
+        raw_request = args[0] if args else kwargs.get("raw_request")
+        await _check_places(processor, request, raw_request)
+        _check_pull(processor, request)
         return await answer(self, request, *args, **kwargs)
 
     return answering
@@ -314,13 +323,37 @@ def _telling_of_refusals(answer: Any) -> Any:
 
     @functools.wraps(answer)
     async def answering(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = answer(self, request, *args, **kwargs)
-        if _policy(self.engine_client.input_processor).settings is None:
-            return await asked
+        processor = self.engine_client.input_processor
         raw_request = args[0] if args else kwargs.get("raw_request")
-        return await self._with_kv_transfer_rejection_cleanup(asked, request, raw_request)
+
+        async def asked() -> Any:
+            await _check_places(processor, request, raw_request)
+            return await answer(self, request, *args, **kwargs)
+
+        if _policy(processor).settings is None:
+            return await asked()
+        return await self._with_kv_transfer_rejection_cleanup(asked(), request, raw_request)
 
     return answering
+
+
+async def _check_places(processor: InputProcessor, request: Any, raw_request: Any) -> None:
+    """Refuse settings outside ``vllm_xargs``, which vLLM ignores.
+
+    A server without compression refuses there what it refuses in ``vllm_xargs``.
+
+    Raises:
+        VLLMValidationError: a setting is in the wrong place.
+    """
+    policy = _policy(processor)
+    if policy.switched_off:
+        return
+    with _refusing():
+        for sent, fields, place in await ignored_keys(request, raw_request):
+            if policy.settings is None:
+                settings_for(None, misplaced(sent, fields))
+            else:
+                refuse_misplaced(sent, fields, place)
 
 
 def _check_pull(processor: InputProcessor, request: Any) -> None:

@@ -11,7 +11,8 @@ from vllm_kvcompress.engine.frontend.renderings import PartError
 from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Roles, Spans, clipped, joined, others
 from vllm_kvcompress.settings.config import CompressionConfig
-from vllm_kvcompress.settings.overrides import BY_ROLE, by_role_for
+from vllm_kvcompress.settings.overrides import by_role_for
+from vllm_kvcompress.settings.request_keys import BY_ROLE
 
 TEMPLATE, OTHER = "template", "other"
 """What of a chat is left once its roles are told: the template's tokens, or also some roles'."""

@@ -13,11 +13,35 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.engine.frontend.metrics import count_refusal
 from vllm_kvcompress.engine.layers import layers_together, other_layers_of
+from vllm_kvcompress.errors import OverrideError
 from vllm_kvcompress.methods.spans import Spans
 from vllm_kvcompress.planning.pieces import pieces_of
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import settings_for
+from vllm_kvcompress.settings.request_keys import BUDGET, COMPRESS
 from vllm_kvcompress.settings.whole_blocks import in_whole_blocks
+
+
+def check_reach(
+    own: CompressionConfig | None, extra_args: Mapping[str, Any], config: VllmConfig
+) -> None:
+    """Refuse a budget in tokens that no prompt of this model can exceed.
+
+    Args:
+        own: the request's settings; None where its prompt stays uncompressed.
+
+    Raises:
+        OverrideError: the request names such a budget.
+    """
+    longest = int(config.model_config.max_model_len)
+    if own is None or BUDGET not in extra_args or not isinstance(own.budget, int):
+        return
+    if own.budget > longest:
+        raise OverrideError(
+            "out_of_bounds",
+            f"{BUDGET} must be at most {longest}, the most tokens of a prompt on this server, got"
+            f" {own.budget}; lower it, or ask for {COMPRESS} off",
+        )
 
 
 def check_room(

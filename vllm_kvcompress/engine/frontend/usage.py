@@ -22,9 +22,8 @@ from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from vllm_kvcompress.engine.messages.usage import Kept, take_kept
+from vllm_kvcompress.engine.messages.usage import KEY, Kept, take_kept
 
-KEY = "kv_compress"
 _INSTALLED = "_kvcompress_usage"
 _KEPT = "_kvcompress_kept"
 

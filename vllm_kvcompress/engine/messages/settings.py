@@ -3,12 +3,20 @@
 vLLM hashes that mapping into the key of its compile cache, and takes it to every process.
 """
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.settings.config import CompressionConfig
 
 _KEY = "kvcompress"
+_RESEMBLES = 0.82
+"""How alike a misspelt key must be, of 1; ``compressor`` is not."""
+_SETTINGS_BY_LETTERS = {
+    f"kv{name.replace('_', '')}": name for name in CompressionConfig.model_fields
+}
 _parsed: dict[str, CompressionConfig] = {}
 """Settings are frozen: a process parses the same ones once, however many places ask."""
 
@@ -21,6 +29,31 @@ def attach_settings(additional_config: Any, settings: CompressionConfig) -> dict
 def has_settings(additional_config: Any) -> bool:
     """Whether a vLLM configuration says anything of compression, be it that it is off."""
     return isinstance(additional_config, Mapping) and _KEY in additional_config
+
+
+def refuse_misspelt_settings(additional_config: Any) -> None:
+    """Refuse settings that stand beside ``kvcompress``, or under a misspelt name of it.
+
+    Raises:
+        ConfigError: a key resembles ``kvcompress``, or is a setting with ``kv_`` before it.
+    """
+    if not isinstance(additional_config, Mapping):
+        return
+    for key, value in additional_config.items():
+        if key == _KEY or not isinstance(key, str):
+            continue
+        letters = re.sub(r"[\W_]", "", key[:40].lower()).removeprefix("vllm")
+        if difflib.get_close_matches(letters, [_KEY], 1, _RESEMBLES):
+            raise ConfigError(
+                f"additional_config must have the settings of compression under {_KEY!r}, got"
+                f" {key[:40]!r}; did you mean {_KEY!r}?"
+            )
+        name = _SETTINGS_BY_LETTERS.get(letters)
+        if name is not None:
+            raise ConfigError(
+                f"additional_config must have the settings of compression under {_KEY!r}, got"
+                f" {key[:40]!r}; write {{{_KEY!r}: {{{name!r}: {value!r}}}}}"
+            )
 
 
 def written_settings(additional_config: Any) -> Any:

@@ -6,7 +6,6 @@ parsed arguments into EngineArgs: whatever the order of the flags, neither overw
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +13,17 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvcompress.engine.messages.settings import attach_settings, has_settings, written_settings
+from vllm_kvcompress.engine.messages.settings import (
+    attach_settings,
+    has_settings,
+    refuse_misspelt_settings,
+    written_settings,
+)
 from vllm_kvcompress.errors import ConfigError, KVCompressError
 from vllm_kvcompress.methods.presets import METHODS
 from vllm_kvcompress.settings.config import CompressionConfig
 from vllm_kvcompress.settings.overrides import refuse_taken
+from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
 _INSTALLED = "_kvcompress_cli_args"
 _FROM_COMMAND = "_kvcompress_from_command"
@@ -153,12 +158,27 @@ def _parsed_as(field: str) -> Callable[[str], Any]:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
+        value = parse_json(text)
+    except ValueError as e:
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({e})") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
     return value
+
+
+def _without_repeated_settings(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Make an argparse type that also refuses a setting of compression that is given twice."""
+
+    def parsing(text: str) -> Any:
+        value = parse(text)
+        if has_settings(value):
+            try:
+                parse_json(text)
+            except RepeatedKeyError as e:
+                raise argparse.ArgumentTypeError(str(e)) from None
+        return value
+
+    return parsing
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +210,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="All settings and all parameters of methods, as a JSON object; the flags above win.",
     )
+    vllms = parser._option_string_actions.get("--additional-config")
+    if vllms is not None and callable(vllms.type):
+        vllms.type = _without_repeated_settings(vllms.type)
 
 
 def fold(args: argparse.Namespace) -> None:
@@ -205,6 +228,7 @@ def fold(args: argparse.Namespace) -> None:
         if value is not None:
             typed[field] = value
     additional_config = getattr(args, "additional_config", None)
+    refuse_misspelt_settings(additional_config)
     if not typed and not has_settings(additional_config):
         return
     written = written_settings(additional_config)

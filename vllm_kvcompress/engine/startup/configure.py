@@ -15,7 +15,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_kvcompress.engine.layers import groups_of
-from vllm_kvcompress.engine.messages.settings import attach_settings, settings_given
+from vllm_kvcompress.engine.messages.settings import (
+    attach_settings,
+    refuse_misspelt_settings,
+    settings_given,
+)
+from vllm_kvcompress.engine.messages.usage import say_none_by_default
 from vllm_kvcompress.engine.startup.cli_args import ending_the_command, from_command
 from vllm_kvcompress.engine.startup.refusals import front_end, refuse_unsupported
 from vllm_kvcompress.engine.startup.seams import check, check_all
@@ -177,6 +182,7 @@ def _install_doors(settings: CompressionConfig) -> None:
         aliases.install()
     if settings.protect and (reason := front_end()) is not None:
         raise ConfigError(f"--kv-protect: {reason}")
+    say_none_by_default()
     if settings.usage and settings.active:
         from vllm_kvcompress.engine.frontend import usage
 
@@ -204,6 +210,7 @@ def install() -> None:
         refusing = ending_the_command if from_command(self) else nullcontext
         with refusing():
             # Wrong settings are refused before vLLM reads the model.
+            refuse_misspelt_settings(self.additional_config)
             settings = settings_given(self.additional_config)
         active = settings if settings.active else None
         config = create(self, *args, **kwargs)

@@ -23,6 +23,7 @@ from vllm_kvcompress.planning.model_traits import (
     unsupported,
 )
 from vllm_kvcompress.planning.obstacles import (
+    why_never_reached,
     why_no_room_for_probe,
     why_not_again,
     why_not_merged,
@@ -280,7 +281,7 @@ def _kv_sharing(config: VllmConfig) -> str | None:
     return None
 
 
-def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
+def _lengths_fit(config: VllmConfig, settings: CompressionConfig) -> str | None:
     longest = config.model_config.max_model_len
     window = max(variant.resolved_window for variant in settings.variants)
     if window >= longest:
@@ -288,7 +289,7 @@ def _window_fits(config: VllmConfig, settings: CompressionConfig) -> str | None:
             "the observation window must be shorter than the longest prompt;"
             f" set --kv-window below {longest}, got {window}"
         )
-    return None
+    return why_never_reached(settings, longest)
 
 
 def _packed_again(config: VllmConfig, settings: CompressionConfig) -> str | None:
@@ -382,7 +383,7 @@ def refuse_unsupported(config: VllmConfig, settings: CompressionConfig) -> None:
             raise ConfigError(f"--kv-compress {settings.compress}: {reason}")
     of_both = (
         *(why_not_connected, why_not_processed, why_not_with_states, _quantised, _drafts),
-        *(_window_fits, _packed_again, _probe_fits),
+        *(_lengths_fit, _packed_again, _probe_fits),
     )
     for of_settings in of_both:
         if (reason := of_settings(config, settings)) is not None:

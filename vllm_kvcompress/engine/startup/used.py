@@ -24,6 +24,7 @@ USED = (
         "use",
         _USED,
         "vllm.exceptions:VLLMValidationError",
+        "vllm.outputs:RequestOutput",
         "vllm.sampling_params:SamplingParams(extra_args, max_tokens, n)",
         "vllm.renderers.base:BaseRenderer.mm_processor_cache",
         "vllm.multimodal.cache:BaseMultiModalProcessorCache.invalidate(mm_hash)",

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvcompress.devices import to_device
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.base import Reads, Use
 from vllm_kvcompress.methods.prompt import Columns
 
@@ -23,7 +24,15 @@ class Random:
     needs_whole_prompt: ClassVar[str] = "what it draws would depend on the answers packed beside it"
     unfit: ClassVar[Mapping[Use, str]] = {Use.ACROSS_LAYERS: "ranks at random"}
 
+    largest: ClassVar[Mapping[str, int]] = {"seed": 2**32 - 1}
+
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(
+                f"random.seed must be a whole number >= 0, got {self.seed}; 0 is usual"
+            )
 
     def score(self, columns: Columns) -> torch.Tensor:
         """``[Hkv, P]`` float32 in [0, 1), the same on every device."""

@@ -8,6 +8,10 @@ from vllm_kvcompress.errors import ConfigError
 POOLINGS = ("avg", "max")
 
 
+MAX_KERNEL = 1023
+"""Scores that are pooled at most; SnapKV pools 7, and no window has more than 1024 tokens."""
+
+
 def check(owner: str, kind: str, kernel: int) -> None:
     """Raise ConfigError unless `kind` is known and `kernel` is odd."""
     if kind not in POOLINGS:
@@ -16,6 +20,11 @@ def check(owner: str, kind: str, kernel: int) -> None:
         raise ConfigError(
             f"{owner}.kernel must be an odd whole number >= 1, got {kernel}: an even one shifts the"
             " scores; 1 switches pooling off"
+        )
+    if kernel > MAX_KERNEL:
+        raise ConfigError(
+            f"{owner}.kernel must be at most {MAX_KERNEL}, got {kernel}: a larger one gives"
+            " neighbouring tokens the same score; 5 and 7 are usual"
         )
 
 

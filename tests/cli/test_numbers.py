@@ -1,0 +1,41 @@
+"""Numbers of our commands are written with the digits 0 to 9, without underscores."""
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_kvcompress.cli import app
+from vllm_kvcompress.demo.__main__ import parse_args
+
+OTHERS = ["1_000", "0_1", "\u0661\u0660", "\uff11\uff10"]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["plan", "model", "--len", "4096", flag] for flag in ("--kv-window", "--block-size")),
+        *(["plan", "model", "--len", "4096", flag] for flag in ("--kv-budget", "--kv-piece")),
+        *(["plan", "model", "--len", "4096", flag] for flag in ("--kv-memory", "--gpu-memory")),
+        ["plan", "model", "--len"],
+        ["doctor", "--tokens"],
+        ["doctor", "--kv-min-prompt"],
+        ["health", "--timeout"],
+        ["health", "--after"],
+        *(["compare", flag] for flag in ("--count", "--seed", "--max-drop", "--timeout")),
+    ],
+    ids=" ".join,
+)
+def test_a_number_in_other_digits_ends_the_command(arguments, text):
+    done = CliRunner().invoke(app, [*arguments, text], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert arguments[-1] in done.output
+    assert "must be written with the digits 0 to 9" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("text", OTHERS)
+@pytest.mark.parametrize("flag", ["--tokens", "--max-tokens", "--rounds", "--port"])
+def test_a_number_of_the_demo_in_other_digits_ends_it(flag, text, capsys):
+    assert vars(parse_args([flag, "10"]))[flag[2:].replace("-", "_")] == 10
+    with pytest.raises(SystemExit, match="2"):
+        parse_args([flag, text])
+    assert "must be written with the digits 0 to 9" in capsys.readouterr().err
