@@ -1,5 +1,7 @@
 """Numbers of our commands are written with the digits 0 to 9, without underscores."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -39,3 +41,14 @@ def test_a_number_of_the_demo_in_other_digits_ends_it(flag, text, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_args([flag, text])
     assert "must be written with the digits 0 to 9" in capsys.readouterr().err
+
+
+def test_a_plan_refuses_a_budget_that_no_prompt_can_exceed(tmp_path):
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    shape |= {"vocab_size": 1000, "intermediate_size": 1024, "model_type": "llama"}
+    shape |= {"torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    asked = ["plan", str(tmp_path), "--len", "4096", "--max-model-len", "8192", "--kv-budget"]
+    done = CliRunner().invoke(app, [*asked, "8193"])
+    assert "--kv-budget must be at most --max-model-len 8192" in str(done.exception)
+    assert CliRunner().invoke(app, [*asked, "2048"]).exit_code == 0

@@ -149,9 +149,28 @@ def test_offline_a_wrong_value_is_refused_before_the_engine_hears_of_it(model):
             llm.generate([PROMPT], NEW, extra_args={"kv_budget": 0.6})
         with pytest.raises(VLLMValidationError, match=r"one of \['cake', 'off'\]"):
             llm.generate([PROMPT], NEW, extra_args={"kv_compress": "h2o"})
+        for misspelt in ("kv_bugdet", "kv-budget", "budget", "kvbudget"):
+            words = f"'{misspelt}' is unknown; did you mean 'kv_budget'"
+            with pytest.raises(VLLMValidationError, match=words):
+                llm.generate([PROMPT], NEW, extra_args={misspelt: 0.2})
+        with pytest.raises(VLLMValidationError, match="got it inside 'vllm_xargs'"):
+            llm.generate([PROMPT], NEW, extra_args={"vllm_xargs": {"kv_budget": 0.2}})
         assert not llm.llm.llm_engine.has_unfinished_requests()
         assert not llm.scheduler.requests
+        (output,) = llm.outputs([PROMPT[:100]], NEW)
+        assert output.kv_compress is None
         assert len(llm.generate([PROMPT], NEW)[0]) == NEW
+
+
+@pytest.mark.parametrize("budget", [10**19, 2049])
+def test_a_budget_that_no_prompt_can_exceed_is_refused(model, budget):
+    from vllm.exceptions import VLLMValidationError
+
+    own = settings("cake", 0.3, allow_override="all")
+    with engine(model, additional_config=own, max_model_len=2048) as llm:
+        with pytest.raises(VLLMValidationError, match=f"must be at most 2048, .* got {budget}; "):
+            llm.generate([PROMPT], NEW, extra_args={"kv_budget": budget})
+        assert len(llm.generate([PROMPT], NEW, extra_args={"kv_budget": 2048})[0]) == NEW
 
 
 def test_without_compression_asking_for_it_is_refused(model):
@@ -160,7 +179,9 @@ def test_without_compression_asking_for_it_is_refused(model):
     with engine(model) as llm:
         with pytest.raises(VLLMValidationError, match="runs without KV-cache compression"):
             llm.generate([PROMPT], NEW, extra_args={"kv_compress": "cake"})
-        assert len(llm.generate([PROMPT], NEW, extra_args={"kv_compress": "off"})[0]) == NEW
+        (output,) = llm.outputs([PROMPT], NEW, extra_args={"kv_compress": "off", "budget": 3})
+        assert len(output.outputs[0].token_ids) == NEW
+        assert output.kv_compress is None
 
 
 def test_where_an_operator_switched_it_off_no_client_needs_a_change(model, plain):

@@ -3,6 +3,7 @@
 import pytest
 
 from vllm_kvcompress.errors import OverrideError
+from vllm_kvcompress.settings.overrides import settings_for
 from vllm_kvcompress.settings.request_keys import misplaced, refuse_misplaced
 from vllm_kvcompress.settings.text import RepeatedKeyError, parse_json
 
@@ -75,3 +76,10 @@ def test_json_is_otherwise_as_pythons():
     assert parse_json('{"a": [1, {"a": 0.5}], "b": null}') == {"a": [1, {"a": 0.5}], "b": None}
     with pytest.raises(ValueError, match="Expecting"):
         parse_json("{")
+
+
+def test_a_server_without_compression_refuses_a_misplaced_setting_as_one_in_its_place():
+    with pytest.raises(OverrideError, match="runs without KV-cache compression"):
+        settings_for(None, misplaced({"kv_compress": "cake"}, FIELDS))
+    for body in ({"kv_compress": "off"}, {"kv_bugdet": 1}, {"vllm_xarg": {"kv_budget": 1}}, {}):
+        assert settings_for(None, misplaced(body, FIELDS)) is None

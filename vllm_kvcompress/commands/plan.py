@@ -22,6 +22,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.methods.presets import RECOMMENDED
 from vllm_kvcompress.planning.model_traits import plain_cache, text_config, traits_of
 from vllm_kvcompress.planning.obstacles import (
+    why_never_reached,
     why_not_again,
     why_not_merged,
     why_not_probed,
@@ -137,7 +138,10 @@ def ask(options: PlanOptions) -> Answer:
     shape = _shape(options, config, settings)
     block = _block(options, config, shape)
     settings = in_whole_blocks(settings, block)
-    if (reason := why_not_again(settings, block)) is not None:
+    reason = why_not_again(settings, block)
+    if reason is None and options.longest is not None:
+        reason = why_never_reached(settings, options.longest)
+    if reason is not None:
         raise ConfigError(reason)
     defaults = defaults_for(options.device, options.gpu_gib, options.ranks * options.stages)
     on_gpu = options.device == "cuda"
