@@ -30,7 +30,18 @@ def refusal(engine, **asked):
 
 @pytest.mark.parametrize("engine", [OPEN, BOUNDED])
 @pytest.mark.parametrize(
-    "asked", [None, {}, {"other": 3, "compressor": 1}, {"kv_transfer_params": {}}]
+    "asked",
+    [
+        None,
+        {},
+        {
+            "other": 3,
+            "compressor": 1,
+            "kvcompress_spans": [[0, 3]],
+            "kvcompress_roles": {"user": []},
+        },
+        {"kv_transfer_params": {}},
+    ],
 )
 def test_who_asks_for_nothing_gets_the_engines_settings(engine, asked):
     assert settings_for(engine, asked) is engine

@@ -17,7 +17,9 @@ XARGS = "vllm_xargs"
 _TRANSFER = "kv_transfer_params"
 OF_VLLM = frozenset({_TRANSFER, "kv_cache_report_mode"})
 """Keys of vLLM that begin as ours do."""
-_EXACT = frozenset({*KEYS, ALIAS, *OF_VLLM})
+SPANS, ROLES = "kvcompress_spans", "kvcompress_roles"
+"""Extra arguments that the API server adds to a request for the scheduler."""
+_EXACT = frozenset({*KEYS, ALIAS, SPANS, ROLES, *OF_VLLM})
 _LONGEST = 24
 """Characters of an unknown key that are compared with our keys."""
 _BEGINS_AS_OURS = re.compile(r"kv[_-]", re.IGNORECASE)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from vllm.sampling_params import SamplingParams
 
 from vllm_kvcompress.methods.spans import Roles, Spans
-
-_PROTECTED, _ROLES = "kvcompress_spans", "kvcompress_roles"
+from vllm_kvcompress.settings.request_keys import ROLES, SPANS
 
 
 def attach_spans(params: SamplingParams, spans: Spans, roles: Roles) -> None:
@@ -22,11 +21,11 @@ def attach_spans(params: SamplingParams, spans: Spans, roles: Roles) -> None:
         roles: the tokens of each role; empty where nobody asks.
     """
     given = (params.extra_args or {}).items()
-    others = {key: value for key, value in given if key not in (_PROTECTED, _ROLES)}
+    others = {key: value for key, value in given if key not in (SPANS, ROLES)}
     if spans:
-        others[_PROTECTED] = [list(span) for span in spans]
+        others[SPANS] = [list(span) for span in spans]
     if roles:
-        others[_ROLES] = {role: [list(span) for span in own] for role, own in roles.items()}
+        others[ROLES] = {role: [list(span) for span in own] for role, own in roles.items()}
     if others or params.extra_args:
         params.extra_args = others or None
 
@@ -34,13 +33,13 @@ def attach_spans(params: SamplingParams, spans: Spans, roles: Roles) -> None:
 def spans_of(params: SamplingParams | None) -> Spans:
     """The protected spans that came with a request."""
     extra_args = None if params is None else params.extra_args
-    return _spans((extra_args or {}).get(_PROTECTED, ()))
+    return _spans((extra_args or {}).get(SPANS, ()))
 
 
 def roles_of(params: SamplingParams | None) -> Roles:
     """The tokens of each role that came with a request; none where it does not ask."""
     extra_args = None if params is None else params.extra_args
-    return {role: _spans(own) for role, own in (extra_args or {}).get(_ROLES, {}).items()}
+    return {role: _spans(own) for role, own in (extra_args or {}).get(ROLES, {}).items()}
 
 
 def _spans(found: Iterable[Sequence[int]]) -> Spans:
