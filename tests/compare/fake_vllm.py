@@ -7,7 +7,6 @@ tokens. ``snapkv`` at budgets below 0.5 gets every second number wrong from its 
 import json
 import math
 import threading
-import time
 from typing import Any
 
 VOCABULARY = 12
@@ -29,7 +28,9 @@ class FakeVllm:
         top: most likely tokens that it tells.
         metrics: whether there is such a page.
         fail_from: number of the request from which on it answers 500; None for never.
-        pace_s: seconds that it takes for each answer.
+        hold_from: number of the request from which on it answers once `released` is set; None for
+            never.
+        released: see `hold_from`.
         refuse: a text whose prompts it answers with 400.
         reason: what it says then, before the prompt itself.
         pages: other answers than usual, by path.
@@ -45,7 +46,8 @@ class FakeVllm:
         self.fail_from: int | None = None
         self.refuse, self.reason = "refuse this", "no"
         self.pages: dict[str, tuple[int, str]] = {}
-        self.pace_s = 0.0
+        self.hold_from: int | None = None
+        self.released = threading.Event()
         self._compressed = 0
         self._lock = threading.Lock()
 
@@ -68,7 +70,8 @@ class FakeVllm:
             return 200, json.dumps({"count": len(json.loads(body)["prompt"].split())})
         if path != "/v1/chat/completions":
             return 404, ""
-        time.sleep(self.pace_s)
+        if self.hold_from is not None and len(self.asked) >= self.hold_from:
+            self.released.wait(300)
         with self._lock:
             return self._chat(json.loads(body))
 

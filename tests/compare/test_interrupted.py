@@ -39,7 +39,7 @@ def lines(folder):
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_what_was_done_is_kept_and_gone_on_with(fake, tmp_path, sign):
-    fake.pace_s = 0.05
+    fake.hold_from = 20
     write_prompts(tmp_path / "mine.jsonl", range(30))
     first = start(fake, tmp_path)
     end = time.monotonic() + 300
@@ -47,6 +47,7 @@ def test_what_was_done_is_kept_and_gone_on_with(fake, tmp_path, sign):
         time.sleep(0.01)
     first.send_signal(sign)
     out, err = first.communicate(timeout=300)
+    fake.released.set()
     done = len(lines(tmp_path))
     assert 3 <= done < 60
     if sign == signal.SIGKILL:
@@ -57,7 +58,7 @@ def test_what_was_done_is_kept_and_gone_on_with(fake, tmp_path, sign):
         assert not json.loads(out)["complete"]
     assert "Traceback" not in err
 
-    fake.pace_s, before = 0.0, len(fake.prompts)
+    before = len(fake.prompts)
     second = start(fake, tmp_path)
     out, err = second.communicate(timeout=300)
     assert second.returncode == 1, err

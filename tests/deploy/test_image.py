@@ -116,12 +116,13 @@ def test_start_answer_health_drain_and_end(image, tmp_path):
         assert status == 0, said
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            running = pool.submit(_answer, port, 48)
+            running = pool.submit(_answer, port, 1000)  # far from its end when it is seen to run
             while not _metric(port, "vllm:num_requests_running"):
+                assert not running.done()
                 time.sleep(0.05)
             os.kill(first_process(started), signal.SIGTERM)
             # it was running when the signal came, and is answered in full
-            assert running.result()["usage"]["completion_tokens"] == 48
+            assert running.result()["usage"]["completion_tokens"] == 1000
         assert started.wait(300) == 0
         assert "draining in-flight requests count=1" in log.read_text()
         status, said = run(image, health, tmp_path / "late")

@@ -9,7 +9,7 @@ import pytest
 
 from first_layers import first_layers
 from forks import serve_forking
-from idling import idle, wait_for
+from idling import idle, received, scrape, wait_for
 from streams import asking, listen, streaming
 from vllm_kvcompress.serving.text import long_prompt
 
@@ -101,6 +101,49 @@ def test_clients_that_hang_up_leave_nothing_behind(server, text):
     assert listen(server, text, 4) == "length"
 
 
+def counted(server):
+    """Requests that were counted, by method or reason and under "refused"."""
+    prefix, found = "vllm:kv_compress", scrape(server, "reason")
+    planned = scrape(server)[f"{prefix}_planned_requests_total"]
+    refused = scrape(server)[f"{prefix}_refused_requests_total"]
+    skipped = {
+        reason: count
+        for (name, reason), count in found.items()
+        if name == f"{prefix}_skipped_requests_total"
+    }
+    return {"planned": planned, "refused": refused, **skipped}
+
+
+def test_each_request_is_counted_once_whatever_ends_it(server, text):
+    """A stop string and a client that hangs up have reasons of their own."""
+    url = f"{server.url}/v1/completions"
+    wait_for(lambda: idle(server))
+    said = httpx.post(url, json=asking(text, 24), timeout=300).json()["choices"][0]["text"]
+    wait_for(lambda: idle(server))
+    before = counted(server)
+
+    def ask(tokens, prompt=text, **more):
+        return httpx.post(url, json=asking(prompt, tokens, **more), timeout=300)
+
+    stopped = ask(200, stop=[said[len(said) // 2 :][:4]]).json()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["usage"]["completion_tokens"] <= 24
+    with streaming(server, text, 300) as events:
+        next(events)
+    assert ask(24).status_code == 200  # ends within its look-ahead
+    assert ask(AHEAD + 8, stop=["never said"]).status_code == 200
+    assert ask(8, prompt="Hello", n=2, temperature=1).status_code == 200
+    assert ask(8, vllm_xargs={"kv_compress": "off"}).status_code == 200
+    assert ask(8, vllm_xargs={"kv_compress": "tova"}).status_code == 400
+    wanted = {"answered": 2, "aborted": 1, "planned": 1, "short_prompt": 2, "off": 1, "refused": 1}
+
+    def rose():
+        return {name: count - before[name] for name, count in counted(server).items()}
+
+    wait_for(lambda: sum(rose().values()) == sum(wanted.values()))
+    assert {name: count for name, count in rose().items() if count} == wanted
+
+
 HOSTILE = {
     "no JSON": b"{",
     "nothing": b"",
@@ -150,11 +193,13 @@ def test_a_hostile_body_is_the_clients_error(server, kind):
 
 
 def test_sigterm_lets_running_answers_finish(server, text):
-    """While one of them is to judge its prompt, for which others wait. The last on this server."""
+    """The first of them is in its look-ahead, and two wait. The last test on this server."""
+    wait_for(lambda: idle(server))
+    before, done = received(server), len(server.compressed())
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        before, done = server.metric("vllm:generation_tokens_total"), len(server.compressed())
         ends = [pool.submit(listen, server, f"{i} {text}", AHEAD + 26) for i in range(3)]
-        wait_for(lambda: server.metric("vllm:generation_tokens_total") > before)
+        # a server that drains takes no request that comes later
+        wait_for(lambda: received(server) == before + 3)
         server.process.send_signal(signal.SIGTERM)
         assert [end.result(timeout=600) for end in ends] == ["length"] * 3
     assert server.process.wait(300) == 0

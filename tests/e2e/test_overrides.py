@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import httpx
 import pytest
@@ -317,10 +316,7 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
         model="demo", prompt=text, max_tokens=4, extra_body={"ignore_eos": True}
     )
     assert answer.usage.completion_tokens == 4
-    end = time.monotonic() + 300
-    while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    wait_for(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
     assert server.metric("vllm:kv_compress_refused_requests_total") > 20
     planned = server.metric("vllm:kv_compress_planned_requests_total")
     assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())

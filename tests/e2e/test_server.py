@@ -124,7 +124,7 @@ def test_metrics_show_the_memory_come_back(server, client, text):
     stream = client.completions.create(
         model="demo",
         prompt=text,
-        max_tokens=64,
+        max_tokens=192,  # the engine is still at it when the client comes to its 40th
         temperature=0,
         stream=True,
         extra_body=NO_EOS,
@@ -138,10 +138,8 @@ def test_metrics_show_the_memory_come_back(server, client, text):
     full = 1500 // 128
     assert 0 < max(held) <= full // 2
     assert server.metric("vllm:num_preemptions_total") == 0
-    end = time.monotonic() + 300  # the gauge follows the engine's next report
-    while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    # the gauge follows the engine's next report
+    wait_for(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
 
 
 def test_the_demo_times_a_prompt_that_is_computed_in_full(server, text):
@@ -218,7 +216,7 @@ def test_a_killed_engine_is_an_error_for_everyone_at_once(server, text):
     engine = next(p for p in root.children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     half = text[: len(text) // 2]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        ends = [pool.submit(listen, server, f"{i} {half}", 200) for i in range(6)]
+        ends = [pool.submit(listen, server, f"{i} {half}", 1000) for i in range(6)]
         wait_for(lambda: server.metric("vllm:kv_compress_requests_total") >= before + 2)
         engine.send_signal(signal.SIGKILL)
         killed = time.monotonic()

@@ -54,14 +54,19 @@ def _by_layer(counts: Counts) -> Mapping[str, float]:
 COUNTERS: Mapping[str, Counted] = {
     "planned_requests": Counted(
         "method",
-        "Prompts that the scheduler gave to the workers to compress.",
+        "Requests whose prompts the scheduler gave to the workers to compress; each counts once.",
         lambda counts: counts["planned"],
     ),
     "requests": Counted(
-        "method", "Prompts that the workers have compressed.", lambda counts: counts["packed"]
+        "method",
+        "Planned requests that the workers have compressed.",
+        lambda counts: counts["packed"],
     ),
     "skipped_requests": Counted(
-        "reason", "Prompts that were left whole, by reason.", lambda counts: counts["skipped"]
+        "reason",
+        "Requests whose prompts stayed uncompressed, by reason. Each request is counted once: as"
+        " planned, as skipped or as refused.",
+        lambda counts: counts["skipped"],
     ),
     "prompt_tokens": Counted(
         "",

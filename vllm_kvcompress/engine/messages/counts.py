@@ -15,11 +15,11 @@ class Counts(TypedDict):
     """Differences since the last report, which add up to the same whichever server is told."""
 
     planned: dict[str, int]
-    """Prompts that the scheduler gave to the workers to compress, by method."""
+    """Requests whose prompts the scheduler gave to the workers to compress, by method."""
     packed: dict[str, int]
-    """Prompts that the workers have compressed, by method."""
+    """Planned requests that the workers have compressed, by method."""
     skipped: dict[str, int]
-    """Prompts left whole, by reason."""
+    """Requests whose prompts stayed uncompressed, by reason."""
     in_place: int
     """Prompts packed into their own blocks."""
     freed_blocks: int
@@ -35,7 +35,7 @@ class Counts(TypedDict):
     ratios: list[float]
     """Per compressed prompt, what is kept of it as a share."""
     seconds: list[float]
-    """Per compressed prompt, what scoring and packing took on the worker's device."""
+    """Time on the worker's device to score and pack a prompt, once for each time it was packed."""
     repacked: int
     """Times that an answer was packed again."""
     answer_blocks: int

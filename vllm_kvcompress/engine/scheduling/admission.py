@@ -32,13 +32,17 @@ UNSUPPORTED = "unsupported"
 INVALID = "invalid"
 # more than half of it is protected, or all is kept beside what is
 PROTECTED = "protected"
-# its answer ended before it was to be judged by it
+# the output ended before the look-ahead was over
 ANSWERED = "answered"
+# the request was aborted before its prompt was compressed: its client hung up, for instance
+ABORTED = "aborted"
+# the request ended with an error before its prompt was compressed
+FAILED = "failed"
 # it was pulled, no slot for a look-ahead was free, and the pool had no blocks to pack it into
 FULL_POOL = "full_pool"
 REASONS = (
     *(OFF, SHORT_PROMPT, SHORT_OUTPUT, WITHIN_BUDGET, LOW_PRESSURE, UNSUPPORTED, INVALID),
-    *(PROTECTED, ANSWERED, FULL_POOL),
+    *(PROTECTED, ANSWERED, ABORTED, FAILED, FULL_POOL),
 )
 
 

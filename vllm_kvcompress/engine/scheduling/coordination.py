@@ -184,8 +184,8 @@ class Coordination:
         if self._pulling:
             # it takes part in no step: nothing is there yet that could be watched or packed
             planner = self.manager.planner
-            reason = planner.decide(planner.request(request_id))
-            self.manager.tally.admitted(reason, slotless=False)
+            request = planner.request(request_id)
+            self.manager.tally.admitted(request, planner.decide(request), slotless=False)
         else:
             self.manager.plan_step(request_id, num_tokens_main_model)
         return new

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from vllm_kvcompress.engine.layers import OtherLayers
 from vllm_kvcompress.engine.messages.step import HALF, Addition, Pack, StepPlan
-from vllm_kvcompress.engine.scheduling.admission import ANSWERED, FULL_POOL
+from vllm_kvcompress.engine.scheduling.admission import FULL_POOL
 from vllm_kvcompress.engine.scheduling.destinations import DestinationBlocks, Pending, unshared
 from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.lookaheads import LookAheads, Next
@@ -165,8 +165,8 @@ class CompressedManager(FullAttentionManager):
             self._plan_answer(request_id, num_tokens)
             return
         cached = self.num_cached_block.get(request_id, 0) * self.block_size
-        self.tally.admitted(*self.planner.admit(request_id, cached))
         request = self.planner.request(request_id)
+        self.tally.admitted(request, *self.planner.admit(request_id, cached))
         tokens = min(self.probes.without(request_id, num_tokens), int(request.num_tokens))
         schedule = self.planner.schedule_of(request)
         plan, ends = schedule.plan(tokens), tokens >= int(request.num_tokens)
@@ -175,8 +175,8 @@ class CompressedManager(FullAttentionManager):
             if not self._reserve(
                 request_id, schedule, plan, tokens, settings, prefill=True, ends=ends
             ):
-                # it was pulled, so nothing was counted for it
-                self.tally.skipped[FULL_POOL] += 1
+                # only a prompt that was pulled finds no blocks
+                self.tally.skip(request, FULL_POOL)
                 plan = None
         if ends:
             self.planner.end_prefill(request, schedule, plan)
@@ -359,7 +359,13 @@ class CompressedManager(FullAttentionManager):
         holding.pack(plan, last, freeze=not pack.prefill)
         returned = self.fence.free(freed)
         piecewise = isinstance(self.planner.schedules[request_id].prefill, EveryPiece)
-        self.tally.pack(pack, returned, first=first, own=len(own), piecewise=piecewise)
+        self.tally.pack(
+            *(pack, returned),
+            request=self.planner.request(request_id),
+            first=first,
+            own=len(own),
+            piecewise=piecewise,
+        )
         if pack.answered is not None and pack.ends:
             self.planner.looked_ahead(request_id)
         return pack
@@ -377,8 +383,6 @@ class CompressedManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and give its destination blocks back with the others."""
-        if self.planner.answered_first(request_id):
-            self.tally.skipped[ANSWERED] += 1
         self.planner.forget(request_id)
         self.lookaheads.forget(request_id)
         self._cacheable.pop(request_id, None)

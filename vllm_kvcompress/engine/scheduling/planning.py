@@ -173,14 +173,6 @@ class Planner:
             return None
         return lookahead
 
-    def answered_first(self, request_id: str) -> bool:
-        """Whether a request that ends has answered before its answer could judge its prompt."""
-        schedule = self.schedules.get(request_id)
-        if schedule is None or schedule.lookahead is None or not schedule.prefilled:
-            return False
-        status = self.request(request_id).status
-        return status in {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
-
     def _prefill(self, request: Request) -> AtEnd | EveryPiece | None:
         """What packs the prefill that a request has now; None where it is left whole."""
         decision, tokens = self.admissions.of(request), int(request.num_tokens)

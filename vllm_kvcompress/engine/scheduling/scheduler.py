@@ -9,6 +9,7 @@ computed after it could be delivered: the engine stops there.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import vllm.outputs
@@ -18,11 +19,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvcompress.engine.layers import other_layers_of
 from vllm_kvcompress.engine.messages.counts import attach_counts
 from vllm_kvcompress.engine.messages.step import StepPlan, StepReport, attach_plan, report_of
+from vllm_kvcompress.engine.messages.stop_strings import stopped_ids
+from vllm_kvcompress.engine.scheduling.admission import ABORTED, ANSWERED, FAILED
 from vllm_kvcompress.engine.scheduling.coordination import Coordination
 from vllm_kvcompress.engine.scheduling.fence import Fence
 from vllm_kvcompress.engine.scheduling.next_step import NextStep
@@ -49,6 +52,8 @@ class _Compressing:
         self._handed_out: deque[tuple[SchedulerOutput, StepPlan | None]] = deque()
         # The error to raise once a plan was not carried out.
         self._lost: str | None = None
+        # Of the requests that are being aborted, those that a stop string has ended.
+        self._stopped: frozenset[str] = frozenset()
         self._log_concurrency()
 
     def _log_concurrency(self) -> None:
@@ -99,6 +104,35 @@ class _Compressing:
             logger.error("request %s is ended: %s", request.request_id, reason)
             self._end_with_error(request.request_id, reason)
 
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside, as vLLM does; note which of them a stop string has ended."""
+        if request_ids is not None and not isinstance(request_ids, str):
+            request_ids = list(request_ids)
+            self._stopped = stopped_ids(request_ids)
+        try:
+            ended: list[Request] = super().finish_requests(  # type: ignore[misc]
+                request_ids, finished_status
+            )
+        finally:
+            self._stopped = frozenset()
+        return ended
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Count a request that ends before anything of it was counted, by how it ends."""
+        # vLLM adds a request that was refused only to abort it, so that its connector hears of it.
+        if not request.abort_immediately:
+            self.compressed_manager.tally.skip(request, self._end_of(request))
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _end_of(self, request: Request) -> str:
+        """Return the reason to count for a request that ended uncompressed."""
+        if request.status == RequestStatus.FINISHED_ERROR:
+            return FAILED
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        return ABORTED if aborted and request.request_id not in self._stopped else ANSWERED
+
     def _end_with_error(self, request_id: str, reason: str) -> None:
         """Let the next step's outputs say that it failed, as of one whose grammar is wrong."""
         errors: Any = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
@@ -116,7 +150,7 @@ class _Compressing:
         if tokens:
             # nothing that a server does not send holds a slot for a look-ahead
             admitted = planner.admit(request.request_id, tokens)
-            self.compressed_manager.tally.admitted(*admitted)
+            self.compressed_manager.tally.admitted(request, *admitted)
         elif request.num_computed_tokens:
             self.kv_cache_manager.free(request)  # type: ignore[attr-defined]
         request.num_computed_tokens = tokens

@@ -191,6 +191,11 @@ def _install_doors(settings: CompressionConfig) -> None:
     api.install()
     chat_parts.install()
     metrics.install()
+    if settings.active:
+        check("frontend.stop_strings", version=vllm.__version__)
+        from vllm_kvcompress.engine.frontend import stop_strings
+
+        stop_strings.install()
 
 
 def install() -> None:

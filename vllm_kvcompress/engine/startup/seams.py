@@ -112,6 +112,21 @@ SEAMS = (
         "vllm.entrypoints.serve.engine.protocol:PromptTokenUsageInfo(cached_tokens)",
     ),
     *seams(
+        "frontend.stop_strings",
+        "wrap",
+        "vLLM tells the scheduler whether a stop string or the client ended a request",
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs(engine_core_outputs)",
+        "vllm.v1.engine.output_processor:OutputProcessorOutput(reqs_to_abort)",
+    ),
+    *seams(
+        "scheduling.scheduler",
+        "subclass",
+        "vLLM tells a plugin how each request ended",
+        f"{_SCHEDULER}.finish_requests(request_ids, finished_status)",
+        f"{_SCHEDULER}._free_request(request)",
+        "vllm.v1.request:Request(abort_immediately)",
+    ),
+    *seams(
         "scheduling.usage_notes",
         "wrap",
         _USAGE,

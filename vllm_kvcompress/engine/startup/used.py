@@ -58,8 +58,8 @@ USED = (
         "vllm.v1.kv_cache_interface:KVQuantMode.FP8_PER_TENSOR",
         "vllm.v1.request:Request(request_id, prompt_token_ids, sampling_params, pooling_params)",
         "vllm.v1.request:RequestStatus.RUNNING",
-        "vllm.v1.request:RequestStatus.FINISHED_STOPPED",
-        "vllm.v1.request:RequestStatus.FINISHED_LENGTH_CAPPED",
+        "vllm.v1.request:RequestStatus.FINISHED_ABORTED",
+        "vllm.v1.request:RequestStatus.FINISHED_ERROR",
     ),
     *seams(
         "scheduling.fence",
