@@ -319,7 +319,8 @@ def test_after_all_that_the_server_is_as_before(server, client, text):
     wait_for(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
     assert server.metric("vllm:kv_compress_refused_requests_total") > 20
     planned = server.metric("vllm:kv_compress_planned_requests_total")
-    assert server.metric("vllm:kv_compress_requests_total") == planned == len(server.compressed())
+    compressed = {done.request for done in server.compressed()}  # a preempted one is there twice
+    assert server.metric("vllm:kv_compress_requests_total") == planned == len(compressed)
 
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "responses", "messages"])

@@ -261,4 +261,5 @@ def test_in_company_and_after_a_hang_up_it_is_the_same_and_every_block_returns(
     assert found == [compressed for compressed, _ in alone] * 3
     wait_for(lambda: idle(server))
     planned = server.metric("vllm:kv_compress_planned_requests_total")
-    assert planned == server.metric("vllm:kv_compress_requests_total") == len(server.compressed())
+    compressed = {done.request for done in server.compressed()}  # a preempted one is there twice
+    assert planned == server.metric("vllm:kv_compress_requests_total") == len(compressed)

@@ -300,6 +300,7 @@ def test_soak(name, checkpoints_folder, keep_async_scheduling):
             *(compressor._prefills, compressor._step, compressor.pool._slots),
             compressor.pool.ring and compressor.pool.ring._slots,
             *(compressor.reports._pending, manager.tally.packed, llm.scheduler.requests),
+            manager.tally._repeats,
         ]
         assert not any(left), left
         gc.collect()
