@@ -25,7 +25,7 @@ def said(typed, tiny):
 
 def test_what_it_holds_and_what_would_hold_more(said):
     scarce, roomy = (said("--kv-max-whole", whole) for whole in (700, 1088))
-    assert "holds 400 tokens until its end, and then keeps 400" in scarce
+    assert "holds 416 tokens until its end, and then keeps 400" in scarce
     assert "--kv-max-whole 1088 would hold twice the budget" in scarce
     assert "holds 800 tokens until its end, and then keeps 400." in roomy
     assert "twice" not in roomy

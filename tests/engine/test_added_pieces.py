@@ -59,10 +59,10 @@ class Added(Sums, Prompt):
         layers = self.shape.layers
         most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
         sums = [np.stack(heads) for heads in self.paid]
-        given = ref.d2o_budgets(sums, layers * self.budget, most)
+        given = ref.d2o_budgets(sums, cap * BLOCK + layers * tail, most)
         given = ref.apportion(given, sum(given), lengths)
         full = [length // BLOCK for length in lengths]
-        pages = rounded([n - tail for n in given], cap, max(low, 1 - (tail > 0)), full)
+        pages = rounded([n - tail for n in given], cap, low, full)
         for layer in range(layers):
             k, v = (self.parts[layer, name] for name in "kv")
             for kv, own in enumerate(self.held[layer]):

@@ -40,10 +40,14 @@ def scores_of(method, q, k, v, w, allocator_window=None, *, by_answer=False):
 
 
 def rounded(shares, total, low, caps):
-    """Pages: whole ones of each layer's tokens, and one more for the largest remainders."""
+    """Pages: whole ones of each layer's tokens, and one more for the largest remainders.
+
+    Where layers that `low` lifts take from the others, in proportion to what is above it.
+    """
     held = [min(max(n, low * BLOCK), cap * BLOCK) for n, cap in zip(shares, caps, strict=True)]
     whole = [n // BLOCK for n in held]
-    assert sum(whole) <= total
+    if sum(whole) > total:
+        return ref.apportion([n - low * BLOCK for n in held], total, caps, low)
     order = sorted(range(len(held)), key=lambda i: (-(held[i] % BLOCK), i))
     while sum(whole) < total:
         for i in order:
@@ -70,8 +74,13 @@ def budgets(method, stats, layers, most, pages, w, lengths):
 
 
 def least_pages(w, tail, guarded):
-    """Pages of what stands in any case before a tail: of the window, of the protected, or one."""
-    return -(-(max((w if guarded else max(w, 1)) - tail, 0) + guarded) // BLOCK)
+    """Pages of what stands in any case before a tail: of the window and the protected, or one."""
+    return max(-(-(max(w - tail, 0) + guarded) // BLOCK), 1)
+
+
+def filled(pages, layers):
+    """Pages of the blocks that hold so many: none of the last one lies unused."""
+    return -(-pages // layers) * layers
 
 
 def kept_of_heads(scores, held, past, keep, size, protected):
@@ -159,7 +168,7 @@ class Replay:
             return
         layers = self.shape.layers
         least = layers * max(-(-(self.w + len(self.protected)) // BLOCK), 1)
-        cap = max(self.pages, layers * self.budget // BLOCK, least)
+        cap = max(self.pages, filled(layers * self.budget // BLOCK, layers), least)
         lengths = [len(heads[0]) for heads in self.held]
         if sum(lengths) // BLOCK <= cap or computed - self.prompt < self.w:
             return

@@ -14,8 +14,8 @@ from engines import BLOCK, V2, engine, settings
 pytestmark = pytest.mark.skipif(V2, reason="blocks are the scheduler's, whatever the runner")
 
 LAYERS, WINDOW = 2, 8
-BUDGET, INTERVAL = 80, 64  # 5 pages of two layers: the third block is half empty
-CAP = LAYERS * BUDGET // BLOCK
+BUDGET, INTERVAL = 80, 64  # 5 pages of two layers: the third block is filled
+CAP = LAYERS * -(-BUDGET // BLOCK)
 ANSWER, POOL = 2000, 80
 PROMPTS = {  # below a block and at one; compressed to fewer pages than CAP and to more
     str(length): tokens(length, seed=length) for length in (45, 32, 200, 500)

@@ -11,7 +11,7 @@ import pytest
 import methods_reference as ref
 from checkpoints import HYBRIDS, SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import INTERVAL, Replay, least_pages
+from test_decode_budgets import INTERVAL, Replay, filled, least_pages
 from test_probes import PROBE, Guided
 from test_prompts_in_pieces import PIECE, Prompt
 from vllm_kvcompress.planning.schedules import LookAhead
@@ -62,7 +62,7 @@ class Ahead(Prompt):
         self.allocator_window = self.m if self.by_answer and self.m < self.w else None
         layers, tail = self.shape.layers, computed % BLOCK
         low = least_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
-        cap = max(layers * (self.budget - tail) // BLOCK, layers * low)
+        cap = filled(max(layers * (self.budget - tail) // BLOCK, layers * low), layers)
         lengths = [len(heads[0]) for heads in self.held]
         self.pack_prompt(computed, cap, tail, low, lengths)
 

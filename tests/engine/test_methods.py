@@ -86,6 +86,26 @@ def tail_of(llm) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return held
 
 
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_no_layer_is_left_with_its_tail_alone(preset, model):
+    """1,025 tokens in blocks of 128 at 0.1: 101 tokens beside the tail's one are less than a page.
+
+    Every layer keeps a page, and no page of the last destination block lies unused.
+    """
+    with engine(
+        model, additional_config=settings(preset, 0.1), block_size=128, blocks=24,
+        max_model_len=1536, max_num_batched_tokens=1536, max_num_seqs=1,
+    ) as llm:  # fmt: skip
+        llm.submit("r", tokens(1025, seed=9), NEW)
+        while not llm.compressor.compressed:
+            llm.step()
+        pages = [keys.shape[1] // 128 for keys, _ in pages_of(llm)]
+        (request,) = llm.running()
+        assert pages == [1] * SHAPES[NAME].layers
+        assert llm.manager.num_blocks_held(request.request_id) == 2
+        llm.drain()
+
+
 KEEPING = {name: {} for name in PRESET_NAMES}
 if not V2:
     by_norm = {"aggregate": "max", "value_norm": True}

@@ -40,8 +40,8 @@ def plan_of(length, budget=0.3, compress="cake"):
 
 def test_the_figures_are_the_plans(model):
     lengths = [130, 400, 401, 500, 512]
-    with engine(model, additional_config=settings("cake", 0.3)) as llm:
-        assert samples()["planned_requests_total", "cake"] == 0
+    with engine(model, additional_config=settings("pyramidkv", 0.3)) as llm:
+        assert samples()["planned_requests_total", "pyramidkv"] == 0
         assert samples()["skipped_requests_total", "low_pressure"] == 0
         assert samples()["layer_tokens_total", str(LAYERS - 1)] == 0
         for length in lengths:  # one at a time: a shared prompt's blocks would not come back
@@ -49,9 +49,13 @@ def test_the_figures_are_the_plans(model):
         llm.generate([tokens(50, seed=1)], 6)
         llm.settle()
         seen = samples(engine="0")
-    plans = [plan_of(length) for length in lengths]
+    plans = [plan_of(length, compress="pyramidkv") for length in lengths]
     kept = sum(plan.pages * BLOCK / LAYERS + plan.tail for plan in plans)
-    assert seen["requests_total", "cake"] == seen["planned_requests_total", "cake"] == len(lengths)
+    assert (
+        seen["requests_total", "pyramidkv"]
+        == seen["planned_requests_total", "pyramidkv"]
+        == len(lengths)
+    )
     assert seen["skipped_requests_total", "short_prompt"] == 1
     assert seen["prompt_tokens_total",] == sum(lengths)
     assert seen["kept_tokens_total",] == pytest.approx(kept)

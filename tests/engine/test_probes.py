@@ -72,11 +72,16 @@ class Guided(Prompt):
         given = shares(
             self.method,
             [stats for _, stats in found],
-            *(shape.layers, most, self.may_hold(computed) + left, left + self.guarded(computed)),
+            *(
+                shape.layers,
+                most,
+                cap * BLOCK // shape.layers + left,
+                left + self.guarded(computed),
+            ),
             [n + left for n in lengths],
         )
         full = [length // BLOCK for length in lengths]
-        low = least_pages(left, left, self.guarded(computed)) or 1
+        low = least_pages(left, left, self.guarded(computed))
         pages = rounded([n - left for n in given], cap, low, full)
         size = ref.CHUNKS.get(self.method)
         for layer, (scores, _) in enumerate(found):

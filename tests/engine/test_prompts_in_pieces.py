@@ -9,7 +9,7 @@ import pytest
 import methods_reference as ref
 from checkpoints import SHAPES, make, tokens
 from engines import BLOCK, V2, engine, first_runner, settings
-from test_decode_budgets import WINDOWS, Replay, kept_of_heads, least_pages, rounded
+from test_decode_budgets import WINDOWS, Replay, filled, kept_of_heads, least_pages, rounded
 from vllm_kvcompress.engine.scheduling import scheduler
 from vllm_kvcompress.planning.pieces import EveryPiece
 
@@ -56,6 +56,7 @@ class Prompt(Replay):
             layers = self.shape.layers
             low = least_pages(self.w, tail, self.guarded(computed - max(self.w, tail)))
             cap = max(layers * (self.may_hold(computed) - tail) // BLOCK, layers * low)
+            cap = filled(cap, layers)
             lengths = [len(heads[0]) for heads in self.held]
             if computed == self.prompt or sum(lengths) // BLOCK > cap:
                 self.pack_prompt(computed, cap, tail, low, lengths)
@@ -67,7 +68,7 @@ class Prompt(Replay):
             found.append(self.scores(layer, computed))
         most = (self.most_pages + computed // BLOCK - self.first_block) * BLOCK + tail
         figures = [stats for _, stats in found]
-        budget = self.may_hold(computed)
+        budget = cap * BLOCK // shape.layers + tail
         standing = w + self.guarded(computed - w)
         given = shares(self.method, figures, shape.layers, most, budget, standing, lengths)
         full = [length // BLOCK for length in lengths]

@@ -145,40 +145,40 @@ def test_the_mean_goes_with_the_first_token_and_the_layers_follow_when_a_gpu_has
     first, other = outputs("a", "c")
     notes.send([first, other])
     assert news_of(other) is None
-    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 44.0}
+    mean = {"method": "cake", "budget": 0.5, "prompt_tokens": 100, "kept_tokens": 52.0}
     assert news_of(first) == mean
     merge(kept, news_of(first))
     handed_out = kept  # what a result holds is brought up to date too
-    notes.report([packed("a", 100, (52, 36)), packed("b", 100, (36, 52))])
+    notes.report([packed("a", 100, (68, 36)), packed("b", 100, (36, 68))])
     second, whole = outputs("a", "b")
     notes.send([second, whole])
-    assert news_of(whole) == mean | {"layer_tokens": [36, 52]}
+    assert news_of(whole) == mean | {"layer_tokens": [36, 68]}
     merge(kept, news_of(second))
-    assert handed_out == mean | {"layer_tokens": [52, 36]}
+    assert handed_out == mean | {"layer_tokens": [68, 36]}
     assert len(notes) == 0
 
 
 def test_layers_of_an_earlier_compression_are_not_a_later_ones():
     notes, kept = UsageNotes(), {}
     notes.plan(StepPlan(number=1, pack=(todo("a", 120),)))
-    notes.report([packed("a", 100, (52, 36))])
+    notes.report([packed("a", 100, (68, 36))])
     (output,) = outputs("a")
     notes.send([output])
     assert "layer_tokens" not in news_of(output)
     merge(kept, news_of(output))
-    merge(kept, {"prompt_tokens": 100, "layer_tokens": [52, 36]})
+    merge(kept, {"prompt_tokens": 100, "layer_tokens": [68, 36]})
     assert kept == news_of(output)
 
 
 def test_requests_that_are_gone_leave_no_news():
     notes = UsageNotes()
     notes.plan(StepPlan(number=1, pack=(todo("a"), todo("b"))))
-    notes.report([packed("gone", 100, (52, 36))])
+    notes.report([packed("gone", 100, (68, 36))])
     notes.forget({"b": None})
     assert len(notes) == 1
     (output,) = outputs("b")
     notes.send([output])
-    assert news_of(output)["kept_tokens"] == 44.0
+    assert news_of(output)["kept_tokens"] == 52.0
 
 
 WRAPPED = (

@@ -90,11 +90,13 @@ def test_pyramid_pages_fall(plan):
 
 
 def test_layer_pages_by_hand():
-    # S 100, bs 16, w 4, B 20, N 4 -> (31, 21, 11, 1) + 4; t 4; pages 31/16, 21/16, 11/16, 1/16
-    # P = 4 * 16 / 16 = 4; floors 1, 1, 0, 0; fractions .9375, .3125, .6875, .0625
-    plan = plan_of(4, 100, 16, 4, 20)
-    assert (plan.pages, plan.floor_pages) == (4, 0)
-    assert layer_pages(Pyramid(), plan, None) == [2, 1, 1, 0]
+    # S 100, bs 16, w 4, B 36, N 4 -> (62, 42, 22, 2) + 4; t 4; pages 62/16, 42/16, 22/16, 2/16
+    # P = 4 * 32 / 16 = 8; a page at least: 3, 2, 1, 1; fractions .875, .625, .375, 0
+    plan = plan_of(4, 100, 16, 4, 36)
+    assert (plan.pages, plan.floor_pages) == (8, 1)
+    assert layer_pages(Pyramid(), plan, None) == [4, 2, 1, 1]
+    # 27 tokens are 5 pages, whose two blocks have 8: they are shared out as those of 36 tokens
+    assert layer_pages(Pyramid(), plan_of(4, 100, 16, 4, 27), None) == [4, 2, 1, 1]
 
 
 # -- positions --------------------------------------------------------------------------------

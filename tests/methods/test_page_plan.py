@@ -1,5 +1,5 @@
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 from math import ceil, floor
 
@@ -35,14 +35,19 @@ def test_prompt():
 @pytest.mark.parametrize(
     ("layers", "tokens", "block", "window", "budget", "pages", "blocks", "floor_pages", "tail"),
     [
-        # 30 * (600 - 0) // 16 = 1125; ceil(1125 / 30) = 38; window 32 -> 2 pages
-        (30, 6000, 16, 32, 600, 1125, 38, 2, 0),
-        # tail 8: 30 * 592 // 16 = 1110; ceil((32 - 8) / 16) = 2
+        # 30 * (600 - 0) // 16 = 1125; ceil(1125 / 30) = 38 blocks; window 32 -> 2 pages
+        (30, 6000, 16, 32, 600, 1140, 38, 2, 0),
+        # tail 8: 30 * 592 // 16 = 1110 = 37 blocks; ceil((32 - 8) / 16) = 2
         (30, 6008, 16, 32, 600, 1110, 37, 2, 8),
         # 3 * (21 - 4) // 16 = 3 (3.19); the window 8 needs ceil(4 / 16) = 1
         (3, 100, 16, 8, 21, 3, 1, 1, 4),
-        # the tail alone is over the budget: the window's pages remain
-        (4, 31, 16, 8, 9, 0, 0, 0, 15),
+        # the tail alone is over the budget, and holds the window: a page remains
+        (4, 47, 16, 8, 9, 4, 1, 1, 15),
+        # 30 * 101 // 128 = 23 pages: the other 7 of their block are not left empty
+        (30, 1025, 128, 1, 102, 30, 1, 1, 1),
+        (30, 1025, 128, 0, 102, 30, 1, 1, 1),
+        # pages of one token are exact
+        (3, 100, 1, 0, 21, 63, 21, 1, 0),
     ],
 )
 def test_by_hand(layers, tokens, block, window, budget, pages, blocks, floor_pages, tail):
@@ -62,13 +67,16 @@ def test_nothing_to_remove_where_the_window_needs_every_page():
 @prop
 @given(cases())
 def test_formulas(case):
-    """docs/methods.md 1.8, in rationals; with no window and no tail a layer keeps a page."""
+    """docs/methods.md 1.8, in rationals: every layer keeps a page, and every block is filled."""
     p, block = case
     layers, full = p.num_layers, p.tokens // block
     tail = p.tokens - full * block
-    lowest = ceil(Fraction(max(max(p.window, 1) - tail, 0), block))
-    pages = floor(Fraction(layers * (p.budget - tail), block))
-    pages = min(max(pages, layers * lowest), layers * full)
+    lowest = max(ceil(Fraction(p.window - tail, block)), 1)
+    budget_pages = floor(Fraction(layers * (p.budget - tail), block))
+    pages = max(budget_pages, layers * lowest)
+    if block > 1:
+        pages = layers * ceil(Fraction(pages, layers))
+    pages = min(pages, layers * full)
     plan = page_plan(p, block)
     if p.tokens <= p.budget or full == 0 or pages == layers * full:
         assert plan is None
@@ -76,8 +84,8 @@ def test_formulas(case):
     assert plan.pages == pages
     assert plan.floor_pages == lowest
     assert (plan.full_blocks, plan.tail) == (full, tail)
-    assert plan.blocks == ceil(Fraction(pages, layers))
-    assert plan.prompt == p
+    assert plan.blocks == ceil(Fraction(max(budget_pages, layers * lowest), layers))
+    assert plan.prompt == (p if block == 1 else replace(p, budget=pages // layers * block + tail))
     assert plan.block_size == block
 
 
@@ -89,15 +97,19 @@ def test_bounds(case):
     assume(plan is not None)
     layers = p.num_layers
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
+    assert plan.floor_pages >= 1
     assert layers * (plan.blocks - 1) < plan.pages <= layers * plan.blocks
-    assert plan.blocks <= plan.full_blocks
+    assert plan.blocks < plan.full_blocks or block == 1
     # the window is held by the pages that every layer has and the tail
     assert plan.floor_pages * block + plan.tail >= p.window
-    # never more tokens than asked for, but for the window's pages and the tail
     held = plan.pages * block + layers * plan.tail
-    lowest = layers * (plan.floor_pages * block + plan.tail)
-    assert held <= max(layers * p.budget, lowest)
-    # and less than a page below it
+    if block == 1:
+        assert held == layers * p.budget
+        return
+    assert plan.pages == layers * plan.blocks
+    # the budget in tokens needs the last block too, or the window and a page do
+    assert held - layers * block <= layers * p.budget - block or plan.blocks == plan.floor_pages
+    # less than a page of the budget is rounded away, where its layers share it exactly
     assert held > layers * p.budget - block
 
 
@@ -132,10 +144,16 @@ def test_frozen_and_hashable():
         plan.pages = 4
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(320, 3), (321, 0)])
-def test_a_budget_of_one_token_leaves_a_page_where_there_is_no_tail(tokens, pages):
-    """An empty layer has nothing to attend to."""
+@pytest.mark.parametrize("tokens", [320, 321, 351])
+def test_a_budget_of_one_token_leaves_a_page_whatever_the_tail(tokens):
+    """A layer with one token, the tail's, answers with nonsense."""
     prompt = Prompt(num_layers=3, tokens=tokens, window=0, budget=1)
     plan = page_plan(prompt, 32)
-    assert plan.pages == pages
-    assert plan.floor_pages == pages // 3
+    assert (plan.pages, plan.floor_pages) == (3, 1)
+
+
+def test_a_prompt_of_one_full_block_stays_whole():
+    """Its only page cannot be given back."""
+    assert page_plan(prompt(4, 1500, 1, 300), 1040) is None
+    assert page_plan(prompt(4, 2079, 1, 300), 1040) is None
+    assert page_plan(prompt(4, 2080, 1, 300), 1040).pages == 4

@@ -35,7 +35,7 @@ def lookahead_of(settings, layers, size, prompt, new):
     budget=st.floats(0.01, 1.0) | st.integers(60, 2000),
 )
 def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, size, budget):
-    """To the page: what a layer keeps on average of the prompt is the budget, or its window."""
+    """To the block: what a layer keeps on average of the prompt is the budget, or its window."""
     raw = {"compress": "snapkv", "budget": budget, "min_prompt": 0}
     own = CompressionConfig.parse({**raw, "lookahead": m})
     ahead, tokens = lookahead_of(own, layers, size, prompt, new), prompt + m + late
@@ -50,15 +50,20 @@ def test_from_then_on_as_much_is_held_as_without(prompt, m, late, new, layers, s
     granted = own.tokens_per_layer(prompt) + m + late
     if plan is None:
         full, tail = divmod(tokens, size)
-        least = -(-max(own.resolved_window - tail, 0) // size)
-        assert full == 0 or max(layers * (granted - tail) // size, layers * least) >= layers * full
+        least = max(-(-(own.resolved_window - tail) // size), 1)
+        pages = max(layers * (granted - tail) // size, layers * least)
+        # where its blocks hold it all, none is given back
+        assert full == 0 or -(-pages // layers) >= full
         return
     assert plan.tokens == tokens
     assert plan.tail == tokens % size
     assert layers * plan.floor_pages <= plan.pages < layers * plan.full_blocks
     if plan.pages > layers * plan.floor_pages:
         held = plan.pages * size + layers * plan.tail
-        assert held <= layers * granted < held + size
+        # no block more than the budget needs, and every page of its last one
+        unneeded = (layers - 1) * size if size > 1 else 0
+        assert held - unneeded <= layers * granted < held + size
+        assert size == 1 or plan.pages == layers * plan.blocks
 
 
 @given(
@@ -144,7 +149,8 @@ def test_pieces_leave_what_the_answer_judges(prompt, m, chunk, budget):
     assert plan is not None
     assert plan.pages <= held
     kept = plan.pages * size + layers * plan.tail
-    assert kept <= max(layers * (budget + m), layers * (plan.floor_pages * size + plan.tail))
+    # the budget's blocks are filled
+    assert kept - (layers - 1) * size <= layers * (budget + m) or plan.blocks == plan.floor_pages
 
 
 def test_a_prompt_that_was_cached_is_judged_by_the_rows_that_were_computed():

@@ -231,12 +231,13 @@ def test_by_hand():
         kept.append(plan.pages)
         holding.pack(plan, ends[-1] // 128)
     assert ends == [1024, 2048, 3072, 4096, 5120, 6000]
-    # 2,000 tokens less a piece and a probe, in whole blocks; at the end 600 with the tail of 112
-    assert kept == [30 * 6] * 5 + [30 * (600 - 112) // 128]
+    # 2,000 tokens less a piece and a probe, in whole blocks; at the end 488 beside the tail of 112
+    # are 114 pages, whose 4 blocks have 120
+    assert kept == [30 * 6] * 5 + [30 * 4]
     assert pieces.most_blocks == 6 + 8 + 1
-    # the budget where it is more: 600 tokens of each layer
+    # the budget where it is more: 600 tokens of each layer, 140 pages, in 5 blocks
     least = pieces_of(config(max_whole=1500, **given), 30, 128, 6000)
-    assert least.held_pages == 30 * 600 // 128
+    assert least.held_pages == 30 * 5
     assert least.most_blocks == 5 + 8 + 1
     assert [pieces.probe(end) for end in (1024, 5120, 5950, 5999, 6000)] == [100, 100, 49, 0, 0]
     # fewer rows than a window has are a template's at most: the piece's own tokens judge then

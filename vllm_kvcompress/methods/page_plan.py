@@ -49,15 +49,19 @@ class PagePlan:
 
     @property
     def prompt(self) -> Prompt:
+        """What an allocator divides: the budget, or what its pages hold where blocks are filled."""
         protected = self._protected_before(self.window)
         # what stands in the tail stays, whatever the budget
         standing = self.window + protected
+        budget, total = self.budget, self.total
+        if self.block_size > 1:
+            budget, total = self.pages * self.block_size // self.num_layers + self.tail, None
         return Prompt(
             num_layers=self.num_layers,
             tokens=self.tokens,
             window=self.window,
-            budget=max(self.budget, standing),
-            total=None if self.total is None else max(self.total, self.num_layers * standing),
+            budget=max(budget, standing),
+            total=None if total is None else max(total, self.num_layers * standing),
             protected=protected,
         )
 
@@ -92,7 +96,7 @@ class PagePlan:
 
     @property
     def floor_pages(self) -> int:
-        """Pages that every layer needs, m: for what stands before the tail, or one token."""
+        """Pages that every layer keeps at least, m: those of its window's tokens, or one."""
         window, tail = self.window - self.probe, self.tail - self.probe
         return _floor_pages(window, tail, self.block_size, self.guarded)
 
@@ -108,16 +112,25 @@ class PagePlan:
 
 
 def _floor_pages(window: int, tail: int, block_size: int, guarded: int = 0) -> int:
-    least = window if guarded else max(window, 1)
-    return -(-(max(least - tail, 0) + guarded) // block_size)
+    # A layer that kept its tail alone, perhaps one token, would ruin the output.
+    return max(-(-(max(window - tail, 0) + guarded) // block_size), 1)
 
 
 def pages_kept(prompt: Prompt, tail: int, block_size: int) -> int:
-    """Pages over all layers that a budget pays for, P, where `tail` tokens lie behind them."""
+    """Pages kept over all layers, P, where `tail` tokens lie behind them.
+
+    Pages of one token hold the budget exactly. Longer pages fill every block that they take.
+    """
     layers = prompt.num_layers
     kept = prompt.kept if block_size == 1 else layers * prompt.budget
     floor = _floor_pages(prompt.window, tail, block_size)
-    return max((kept - layers * tail) // block_size, layers * floor)
+    pages = max((kept - layers * tail) // block_size, layers * floor)
+    return pages if block_size == 1 else in_whole_blocks(pages, layers)
+
+
+def in_whole_blocks(pages: int, layers: int) -> int:
+    """Pages of the blocks that hold `pages`: a block has a page for each of the layers."""
+    return -(-pages // layers) * layers
 
 
 def page_plan(
@@ -130,8 +143,9 @@ def page_plan(
 ) -> PagePlan | None:
     """The plan for a prompt, or None when nothing would be removed.
 
-    ``P = floor(L * (B - t) / block_size)``; at least the window's pages, or one where nothing
-    else would be left, and at most all pages. Pages of one token hold `prompt.kept` exactly.
+    ``P = L * ceil(floor(L * (B - t) / block_size) / L)``: the blocks that the budget needs are
+    filled. Every layer keeps at least the pages of its window, or one. Pages of one token hold
+    `prompt.kept` exactly instead.
 
     Args:
         spans: what of the prompt is protected. A budget that cannot hold it beside others is

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from vllm_kvcompress.methods.page_plan import (
     PagePlan,
+    in_whole_blocks,
     page_plan,
     pages_kept,
     with_room_for_protected,
@@ -224,6 +225,8 @@ class EveryInterval:
         floor = max(-(-(self.settings.resolved_decode_window + protected) // size), 1)
         own = layers * budget // size
         more = int(protected > 0 and own < layers * floor)
+        if size > 1:
+            own = in_whole_blocks(own, layers)
         return max(holding.pages, own, layers * (floor + more))
 
     def plan(self, holding: Holding, tokens: int) -> PagePlan | None:
