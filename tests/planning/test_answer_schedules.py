@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, OverrideError
 from vllm_kvcompress.methods.spans import count_before
 from vllm_kvcompress.planning.holding import Holding
 from vllm_kvcompress.planning.schedules import EveryInterval
 from vllm_kvcompress.settings.config import CompressionConfig
+from vllm_kvcompress.settings.overrides import settings_for
 
 prop = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -101,6 +102,17 @@ def test_the_most_that_is_held(case):
             "decode_budget=8 tokens per layer cannot hold the decode window of 8 tokens",
         ),
         ({"decode_budget": 0}, "decode_budget"),
+        (
+            {"decode_budget": 9, "compress": "cake-chunk"},
+            "decode_budget=9 tokens per layer cannot hold the decode window of 8 tokens and 2"
+            " chunks of 20 tokens; set decode_budget to at least 48",
+        ),
+        ({"decode_budget": 47, "compress": "cake-chunk"}, "set decode_budget to at least 48"),
+        ({"decode_budget": 27, "compress": "chunkkv"}, "set decode_budget to at least 28"),
+        (
+            {"decode_budget": 39, "selector": "chunks", "selector_params": {"size": 16}},
+            "and 2 chunks of 16 tokens; set decode_budget to at least 40",
+        ),
         ({"decode_budget": 12.5}, "decode_budget must be a whole number of tokens, got 12.5"),
         ({"decode_budget": True}, "decode_budget must be a whole number of tokens, got True"),
         ({"decode_budget": 64, "decode_window": 0}, "decode_window must be at least 1"),
@@ -115,6 +127,22 @@ def test_settings_that_mean_nothing(given, words):
     with pytest.raises(ConfigError) as refused:
         config(**given)
     assert words in str(refused.value)
+
+
+def test_the_least_decode_budgets():
+    """Whoever asks: the server's flag, a method that requests may ask for, an alias, a request."""
+    for method, least in {"cake-chunk": 48, "chunkkv": 28, "snapkv": 9, "streamingllm": 1}.items():
+        made = config(compress=method, decode_budget=least)
+        assert made.least_decode_budget == least
+    server = {"decode_budget": 32, "compress": "snapkv"}
+    with pytest.raises(ConfigError, match="allow_override='cake-chunk': decode_budget=32"):
+        config(**server, allow_override="cake-chunk")
+    with pytest.raises(ConfigError, match="alias 'short': decode_budget=32"):
+        config(**server, alias={"short": "cake-chunk:0.2"})
+    own = config(compress="cake-chunk", decode_budget=64, allow_override="cake-chunk")
+    with pytest.raises(OverrideError, match=r"decode_budget=17 .* at least 48"):
+        settings_for(own, {"kv_decode_budget": 17})
+    assert settings_for(own, {"kv_decode_budget": 48}).decode_budget == 48
 
 
 def test_windows_that_judge_an_answer():

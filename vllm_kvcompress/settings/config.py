@@ -29,9 +29,9 @@ from vllm_kvcompress.methods.presets import (
 from vllm_kvcompress.methods.prompt import Prompt
 from vllm_kvcompress.methods.published import published
 from vllm_kvcompress.methods.scorers import SCORERS
-from vllm_kvcompress.methods.selectors import SELECTORS
+from vllm_kvcompress.methods.selectors import SELECTORS, Chunks
 from vllm_kvcompress.methods.spans import Spans
-from vllm_kvcompress.settings.decode import USUAL_WINDOW, DecodeSettings
+from vllm_kvcompress.settings.decode import USUAL_WINDOW, DecodeSettings, least_decode_budget
 from vllm_kvcompress.settings.lookahead import LookaheadSettings, judges_by_window
 from vllm_kvcompress.settings.parsing import (
     Alias,
@@ -188,7 +188,7 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         bounded = self.decode_budget is not None
         self.refuse_lookahead_nonsense(self.compress, reads, least, bounded=bounded)
         refuse_window(parts.scorer, reads, window)
-        self.refuse_decode_nonsense(self.resolved_decode_window, least)
+        self.refuse_decode_nonsense(self.resolved_decode_window, least, self._chunk)
         self.refuse_piece_nonsense(window, self.min_prompt)
         if isinstance(self.budget, int) and self.budget <= window:
             hint = "; write 1.0 to keep everything" if self.budget == 1 else ""
@@ -342,6 +342,17 @@ class CompressionConfig(DecodeSettings, PieceSettings, LookaheadSettings, Protec
         """Decode window in tokens."""
         usual = min(self.resolved_window, USUAL_WINDOW)
         return usual if self.decode_window is None else self.decode_window
+
+    @property
+    def least_decode_budget(self) -> int:
+        """Smallest decode budget in tokens that the method can answer with."""
+        return least_decode_budget(self.resolved_decode_window, self._chunk)
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens of the chunks that the method keeps; 0 where it keeps single tokens."""
+        selector = self.build_selector()
+        return selector.size if isinstance(selector, Chunks) else 0
 
     def build_allocator(self) -> Allocator:
         name = self.parts.allocator

@@ -12,6 +12,11 @@ USUAL_WINDOW = 8
 takes that."""
 
 
+LEAST_CHUNKS = 2
+"""Whole chunks that a decode budget must hold beside its window, where tokens are kept in chunks.
+With room for one chunk, the output of `cake-chunk` repeated one word for ever."""
+
+
 class DecodeSettings(BaseModel):
     """The settings of `CompressionConfig` that concern answers."""
 
@@ -36,12 +41,13 @@ class DecodeSettings(BaseModel):
     def _tokens(cls, value: Any) -> Any:
         return whole_tokens(value)
 
-    def refuse_decode_nonsense(self, window: int, least: int) -> None:
+    def refuse_decode_nonsense(self, window: int, least: int, chunk: int) -> None:
         """Check the settings against each other.
 
         Args:
             window: the decode window in tokens.
             least: smallest decode window that the method can judge by.
+            chunk: tokens of the chunks that the method keeps; 0 where it keeps single tokens.
 
         Raises:
             ConfigError: with what must hold, what was given, and what to do.
@@ -68,3 +74,20 @@ class DecodeSettings(BaseModel):
                 f"decode_budget={self.decode_budget} tokens per layer cannot hold the decode"
                 f" window of {window} tokens and one more; set decode_budget above {window}"
             )
+        if self.decode_budget < (least_budget := least_decode_budget(window, chunk)):
+            raise ConfigError(
+                f"decode_budget={self.decode_budget} tokens per layer cannot hold the decode"
+                f" window of {window} tokens and {LEAST_CHUNKS} chunks of {chunk} tokens; set"
+                f" decode_budget to at least {least_budget}, or choose a method that keeps single"
+                " tokens, such as streamingllm"
+            )
+
+
+def least_decode_budget(window: int, chunk: int) -> int:
+    """Smallest decode budget in tokens that a method can answer with.
+
+    Args:
+        window: its decode window in tokens.
+        chunk: tokens of the chunks that it keeps; 0 where it keeps single tokens.
+    """
+    return window + max(LEAST_CHUNKS * chunk, 1)

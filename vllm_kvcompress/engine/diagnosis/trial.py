@@ -104,8 +104,8 @@ def parse(arguments: list[str]) -> EngineArgs:
     if settings is not None:
         eager = {"pressure": 0.0} if settings.pressure else dict[str, Any]()
         if settings.decode_budget is not None:
-            windows = [variant.resolved_decode_window for variant in settings.variants]
-            eager["decode_budget"] = max(windows) + 1
+            least = [variant.least_decode_budget for variant in settings.variants]
+            eager["decode_budget"] = max(least)
         more = attach_settings(more, settings.model_copy(update=eager))
     # a copy, which does not end the command where the model is refused: that is a finding
     return dataclasses.replace(engine_args, additional_config=more)
