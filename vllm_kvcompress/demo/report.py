@@ -70,8 +70,8 @@ def show(
         )
     if result.lookahead:
         console.print(
-            f"Compression waits for the first {result.lookahead} output tokens, then uses their"
-            " attention to choose the kept tokens."
+            f"Compression waits for the first {result.lookahead} output tokens; their attention"
+            " decides which tokens it keeps."
         )
     console.print(f"\nKept tokens of the prompt's {result.prompt_tokens:,}, layer by layer:\n")
     console.print(_layers(result))
